@@ -1,0 +1,37 @@
+"""What every test may use: living worlds of ranks, and the rule for tests that need a GPU."""
+
+import os
+from collections.abc import Iterator
+
+# Before torch is imported, and also for the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tests.world import World  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def world1() -> Iterator[World]:
+    """One rank with DeepSpeed's backend, shared by the session."""
+    world = World(1)
+    yield world
+    world.kill()
+
+
+@pytest.fixture(scope="session")
+def world2() -> Iterator[World]:
+    """Two gloo ranks, shared by the session."""
+    world = World(2)
+    yield world
+    world.kill()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no GPU here"))

@@ -1,0 +1,98 @@
+"""What the README says can be typed, can be."""
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wan_ds.checks import check
+from wan_ds.command_line import options, parse
+from wan_ds.composition import configure
+from wan_ds.config import to_dict
+from wan_ds.training import run_folder
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RANKS = {"deepspeed": r"--num_gpus (\d+)", "torchrun": r"--nproc-per-node (\d+)", "bash": r"local\.sh (\d+)"}
+
+
+def commands() -> list[str]:
+    """Each line of each block that is marked as bash."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.replace("\\\n", "").splitlines() if line.strip()]
+
+
+TRAINING = [line for line in commands() if "recipe=" in line]
+OTHER_ENTRY_POINTS = [line for line in commands() if re.search(r"scripts/(?!train|test)\w+\.py", line)]
+
+
+def arguments(line: str) -> list[str]:
+    """What follows the script."""
+    words = shlex.split(line)
+    first = next(i for i, word in enumerate(words) if word.startswith(("scripts/", "launch/")))
+    rest = words[first + 1 :]
+    return rest[1:] if rest and rest[0].isdigit() else rest
+
+
+def test_the_readme_has_commands_of_each_kind():
+    assert len(TRAINING) >= 5
+    assert OTHER_ENTRY_POINTS
+
+
+@pytest.mark.parametrize("line", TRAINING)
+def test_training_commands_compose_and_fit_their_ranks(line):
+    ranks = re.search(RANKS.get(line.split()[0], "$^"), line)
+    config = configure(parse(arguments(line)))
+    check(config, int(ranks[1]) if ranks else 1)
+
+
+@pytest.mark.parametrize("line", OTHER_ENTRY_POINTS)
+def test_other_entry_points_take_what_the_readme_gives_them(line):
+    name = re.search(r"scripts/(\w+)\.py", line)[1]
+    module = importlib.import_module(f"wan_ds.{name}")
+    assert options(getattr(module, f"{name.capitalize()}Options"), arguments(line))
+
+
+def test_the_configuration_of_a_run_is_composed_again(tmp_path, monkeypatch):
+    (line,) = [line for line in commands() if "--config-dir" in line]
+    monkeypatch.chdir(tmp_path)
+    config = configure(parse(["recipe=quickstart", "run_name=mine", "optimizer.lr=2e-3"]))
+    run_folder.write(tmp_path / "runs" / "mine", to_dict(config))
+    again = configure(parse(arguments(line)))
+    assert to_dict(again) == to_dict(config)
+
+
+def test_values_are_quoted_for_the_shell_alone():
+    texts = [shlex.split(found)[0] for found in re.findall(r"`('[\w.]+=[^`]*')`", README)]
+    assert len(texts) == 2
+    config = configure(parse(["recipe=quickstart", *texts]))
+    assert config.sampling.prompts == ["a cat, running"]
+    assert config.data.path == "/my set (1)"
+
+
+def test_every_file_that_is_named_is_there():
+    here = {"wan_ds", "conf", "launch", "scripts", "tests"}
+    named = {name for name in re.findall(r"[\w./-]+/[\w./-]*", README) if name.split("/")[0] in here}
+    assert len(named) > 10
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_first_run_in_two_steps(tmp_path):
+    (line,) = [line for line in commands() if "quickstart.sh" in line]
+    short = ["train.steps=2", "data.limit=1", "sampling.steps=2", f"run_dir={tmp_path / 'a run'}"]
+    done = subprocess.run(
+        [*shlex.split(line), *short, "tracker.mode=disabled"],
+        cwd=ROOT,
+        env={**os.environ, "WAN_DS_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"the run is in {tmp_path / 'a run'}" in done.stdout
+    assert list((tmp_path / "a run" / "samples").glob("step_00000002/*.mp4"))

@@ -1,0 +1,1 @@
+"""Small weights shipped with the package, and the scripts that made them."""

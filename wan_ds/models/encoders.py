@@ -1,0 +1,170 @@
+"""From pixels to latents and back, and from captions to prompt embeddings, by the frozen networks beside Wan.
+
+Letters: B clips, C latent channels, F H W frames, height and width of the pixels, f h w those of the latents.
+Each clip and each caption passes alone, so that its values do not depend on what else is in the batch.
+"""
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+import ftfy
+import torch
+from diffusers import AutoencoderKLWan
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderModel
+
+from wan_ds.errors import CheckpointError, DataError
+
+# Wan was trained with exactly this many text slots, zeros after the caption's end, and attends to all.
+TEXT_LENGTH = 512
+
+# Scaling of images and codecs may leave the last bits of float32 outside [-1, 1].
+PIXEL_LIMIT = 1.0001
+
+
+def load_vae(
+    folder: str | Path, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> AutoencoderKLWan:
+    """The autoencoder in diffusers' layout, without gradients; `CheckpointError` if it is not in `folder`."""
+    return _frozen(_load("vae", AutoencoderKLWan, folder, torch_dtype=dtype), device)
+
+
+@torch.no_grad()
+def encode_video(vae: AutoencoderKLWan, pixels: Tensor) -> Tensor:
+    """Normalised latents `[B, C, f, h, w]`, float32, of `pixels` `[B, 3, F, H, W]` in [-1, 1].
+
+    They are the posterior's mean, as in Wan's own code. Raises `DataError` for pixels of another range or a
+    size that the autoencoder would cut. The range is read where the pixels are: those on the host do
+    not make it wait for the GPU.
+    """
+    _check_pixels(vae, pixels)
+    mean, std = _statistics(vae)
+    clips = []
+    with torch.autocast(vae.device.type, enabled=False):
+        for clip in pixels.split(1):
+            moments = vae.encode(clip.to(vae.device, vae.dtype)).latent_dist
+            clips.append((moments.mode().float() - mean) / std)
+    return torch.cat(clips)
+
+
+@torch.no_grad()
+def decode_latents(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
+    """Pixels `[B, 3, F, H, W]`, float32 in [-1, 1], of normalised `latents` `[B, C, f, h, w]`."""
+    mean, std = _statistics(vae)
+    clips = []
+    with torch.autocast(vae.device.type, enabled=False):
+        for clip in latents.split(1):
+            moments = clip.to(vae.device, torch.float32) * std + mean
+            clips.append(vae.decode(moments.to(vae.dtype), return_dict=False)[0].float())
+    return torch.cat(clips).clamp(-1, 1)
+
+
+def _statistics(vae: AutoencoderKLWan) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the latents by channel, `[1, C, 1, 1, 1]` float32."""
+    shape = (1, -1, 1, 1, 1)
+    mean = torch.tensor(vae.config.latents_mean, device=vae.device, dtype=torch.float32).view(shape)
+    return mean, torch.tensor(vae.config.latents_std, device=vae.device, dtype=torch.float32).view(shape)
+
+
+def _check_pixels(vae: AutoencoderKLWan, pixels: Tensor) -> None:
+    rule = "the autoencoder takes float pixels in [-1, 1]"
+    if not pixels.is_floating_point():
+        raise DataError(f"{rule}, these are {pixels.dtype}; use pixels.float() / 127.5 - 1")
+    low, high = torch.stack(pixels.aminmax()).tolist()
+    if not (low >= -PIXEL_LIMIT and high <= PIXEL_LIMIT):  # so that NaN is refused too
+        raise DataError(
+            f"{rule}, these go from {low:g} to {high:g}; 0..255 become x / 127.5 - 1, 0..1 become 2 x - 1"
+        )
+    if pixels.ndim != 5 or pixels.shape[1] != 3:
+        raise DataError(
+            f"the autoencoder takes pixels [clips, 3, frames, height, width], not {list(pixels.shape)}"
+        )
+    frames, height, width = pixels.shape[2:]
+    time, space = vae.config.scale_factor_temporal, vae.config.scale_factor_spatial
+    if frames % time != 1 % time or height % space or width % space:
+        raise DataError(
+            f"{frames} frames of {height}x{width}: the autoencoder takes {time} n + 1 frames and multiples of"
+            f" {space}; it would cut off the rest"
+        )
+
+
+class TextEncoder:
+    """umT5 and its tokenizer: captions to what Wan attends to."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, encoder: UMT5EncoderModel, device: torch.device | str
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.encoder = _frozen(encoder, device)
+        self.device = torch.device(device)
+
+    @property
+    def width(self) -> int:
+        """Numbers per text slot."""
+        return self.encoder.config.d_model
+
+    @torch.no_grad()
+    def __call__(self, captions: list[str]) -> Tensor:
+        """Prompt embeddings `[B, 512, width]`, float32, zeros after its end; "" is the null caption."""
+        return torch.stack([self._encode(caption) for caption in captions])
+
+    def _encode(self, caption: str) -> Tensor:
+        tokens = self.tokenizer(
+            [clean(caption)],
+            padding="max_length",
+            max_length=TEXT_LENGTH,
+            truncation=True,
+            add_special_tokens=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        mask = tokens.attention_mask.to(self.device)
+        with torch.autocast(self.device.type, enabled=False):
+            embeds = self.encoder(tokens.input_ids.to(self.device), mask).last_hidden_state
+        # A choice, not a product: what umT5 gives for padding may be anything.
+        return torch.where(mask[0, :, None] > 0, embeds[0].float(), 0.0)
+
+
+def load_text_encoder(
+    tokenizer_folder: str | Path, encoder_folder: str | Path, device: torch.device | str, dtype: torch.dtype
+) -> TextEncoder:
+    """umT5 without gradients or dropout; `CheckpointError` names the part and the folder that is wrong."""
+    tokenizer = _load("tokenizer", AutoTokenizer, tokenizer_folder, report=False)
+    return TextEncoder(
+        tokenizer, _load("text_encoder", UMT5EncoderModel, encoder_folder, dtype=dtype), device
+    )
+
+
+def clean(caption: str) -> str:
+    """The caption as Wan's authors and diffusers clean it: encodings and HTML repaired, blanks single."""
+    text = html.unescape(html.unescape(ftfy.fix_text(caption)))
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def _load(component: str, kind: Any, folder: str | Path, *, report: bool = True, **arguments: Any) -> Any:
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{component}: there is no folder {folder}; name one in model.{component}.weights"
+        )
+    try:
+        if not report:
+            return kind.from_pretrained(folder, local_files_only=True, **arguments)
+        loaded, found = kind.from_pretrained(
+            folder, local_files_only=True, output_loading_info=True, **arguments
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{component}: {folder} cannot be loaded: {error}") from error
+    # Only a warning to the libraries, which fill them with random numbers.
+    if found["missing_keys"] or found["mismatched_keys"]:
+        names = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
+        raise CheckpointError(
+            f"{component}: {folder} lacks {len(names)} weights of this model, such as {names[0]}"
+        )
+    return loaded
+
+
+def _frozen(module: Any, device: torch.device | str) -> Any:
+    return module.to(device).eval().requires_grad_(False)

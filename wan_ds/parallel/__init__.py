@@ -1,0 +1,1 @@
+"""Ranks, groups and the collectives that training needs."""

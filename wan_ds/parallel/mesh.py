@@ -1,0 +1,75 @@
+"""All rank arithmetic: the axes dp (ranks that read different clips) and sp (ranks that share one clip)."""
+
+import torch.distributed as dist
+
+from wan_ds.errors import ConfigError
+
+
+class Mesh:
+    """The world of ranks as dp x sp, sp contiguous so that the ranks of one clip sit in one machine.
+
+    ``sequence_parallel_unit`` is what DeepSpeed calls mpu; one object serves every engine of the process, at every
+    sp size, because an engine made without one inherits the last (DeepSpeed keeps it in a module global).
+    """
+
+    def __init__(self, sp_size: int = 1) -> None:
+        self.world_size = dist.get_world_size()
+        self.rank = dist.get_rank()
+        if self.world_size % sp_size:
+            fitting = ", ".join(str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0)
+            raise ConfigError(
+                f"parallelism.sp_size={sp_size} does not divide the {self.world_size} ranks; choose {fitting}"
+            )
+        self.sp_size = sp_size
+        self.sp_rank = self.rank % sp_size
+        self.dp_size = self.world_size // sp_size
+        self.dp_rank = self.rank // sp_size
+        self.sequence_parallel_unit = SequenceParallelUnit(self)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and talks to people."""
+        return self.rank == 0
+
+
+class SequenceParallelUnit:
+    """The ``mpu`` for DeepSpeed 0.19.8: sp groups, and gradients reduced over the whole world.
+
+    DeepSpeed recognises a sequence-parallel unit by the attribute ``initialize_sequence_parallel`` and would split
+    ZeRO-3 parameters over dp alone if it found ``get_data_parallel_group``; so the first must exist, the second not.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._sp_group = None
+        for first in range(0, mesh.world_size, mesh.sp_size):
+            ranks = list(range(first, first + mesh.sp_size))
+            group = dist.new_group(ranks)
+            if mesh.rank in ranks:
+                self._sp_group = group
+        self._world_group = dist.new_group(list(range(mesh.world_size)))
+
+    def initialize_sequence_parallel(self) -> None:
+        raise RuntimeError("the groups exist already; DeepSpeed only looks for this attribute")
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
+        return self._sp_group
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self._mesh.sp_size
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self._mesh.sp_rank
+
+    def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._world_group
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return self._mesh.world_size
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return self._mesh.rank
+
+    get_model_parallel_group = get_sequence_parallel_group
+    get_model_parallel_world_size = get_sequence_parallel_world_size
+    get_model_parallel_rank = get_sequence_parallel_rank

@@ -1,0 +1,48 @@
+"""Train the experts of a Wan model.
+
+    deepspeed --num_gpus 2 scripts/train.py recipe=quickstart
+"""
+
+import os
+from pathlib import Path
+
+from wan_ds.command_line import command
+from wan_ds.config import Config, to_dict
+from wan_ds.training import logs, run_folder
+
+
+def main(config: Config) -> int:
+    """One run: begun, or continued from its newest checkpoint; 0, or 128 + the signal that stopped it."""
+    logs.to_terminal(int(os.environ.get("RANK", "0")))
+    run_folder.refuse_changes(Path(config.run_dir), to_dict(config))  # before the imports that take seconds
+
+    from wan_ds.parallel.mesh import Mesh
+    from wan_ds.training import parts, run
+    from wan_ds.training.engine import init_distributed
+
+    folder = run.resume_point(config)
+    if run.is_done(config, folder):
+        run.log.info("%s is finished: %d steps; nothing to do", config.run_dir, config.train.steps)
+        return 0
+    clips = parts.checked_clips(config)
+    routing = parts.routing_of(config)
+    schedules = parts.schedules_of(config, routing)
+    if config.train.deterministic:
+        run.make_deterministic()
+
+    init_distributed()
+    mesh = Mesh(config.parallelism.sp_size)
+    trackers = run.open_folder(config, mesh)
+    logs.to_file(mesh.rank, Path(config.run_dir) / "log.txt")
+    code = 1
+    try:
+        loop = run.build_loop(config, mesh, clips, routing, schedules, trackers, folder)
+        loop.run()
+        code = 128 + loop.stopped_by if loop.stopped_by and not loop.is_finished else 0
+    finally:
+        trackers.close(code)
+    return code
+
+
+if __name__ == "__main__":
+    command(main)

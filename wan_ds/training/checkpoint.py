@@ -1,0 +1,248 @@
+"""Checkpoints: folders that are either complete or absent.
+
+    checkpoints/step_00000100/<expert>/...     what each expert's engine writes, one file set per rank
+    checkpoints/step_00000100/trainer_state.json
+    checkpoints/step_00000100/COMPLETE         every file above with its size; written last
+    checkpoints/latest                         the newest folder's name
+
+A folder is written beside its place, checked by all ranks, renamed, and only then named in ``latest``. Whatever
+moment a run is killed at, the newest complete folder is whole.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from wan_ds.errors import CheckpointError
+from wan_ds.parallel.reduce import any_rank, host_group
+
+log = logging.getLogger(__name__)
+
+COMPLETE = "COMPLETE"
+STATE = "trainer_state.json"
+_STEP = re.compile(r"step_(\d{8})")
+_UNFINISHED = ".unfinished"
+
+
+@dataclass(frozen=True)
+class ExpertState:
+    """One expert's counts."""
+
+    steps: int
+    skipped: int
+    skipped_in_a_row: int
+    clips: int
+    share: float  # expected share of the steps
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a run has to know beside the engines' own state; draws and data order are functions of seed and step."""
+
+    step: int
+    planned_steps: int
+    world_size: int
+    experts: dict[str, ExpertState]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step >= self.planned_steps
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def save(checkpoints: Path, state: TrainerState, engines: Mapping[str, object], keep_last: int) -> Path:
+    """Write a checkpoint; a collective. Raises CheckpointError on every rank if any rank could not write its part."""
+    target = checkpoints / folder_name(state.step)
+    unfinished = target.with_name(target.name + _UNFINISHED)
+    is_main = dist.get_rank() == 0
+    if is_main:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier(group=host_group())
+    failure = write_shards(unfinished, engines)
+    if any_rank(failure is not None):
+        raise CheckpointError(f"{target} was not written: {failure or 'another rank could not write its part'}")
+    if is_main:
+        seal(unfinished, state)
+        publish(unfinished, target)
+        point_latest(checkpoints, target.name)
+        remove_old(checkpoints, keep_last)
+    dist.barrier(group=host_group())
+    return target
+
+
+def write_shards(folder: Path, engines: Mapping[str, object]) -> str | None:
+    """Each expert's weights, moments and counters; None, or why this rank could not."""
+    try:
+        for expert, engine in engines.items():
+            engine.save(folder, expert)
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def seal(folder: Path, state: TrainerState) -> None:
+    """Write the trainer's state, then the marker that lists every file with its size, and wait for the disk."""
+    (folder / STATE).write_text(json.dumps(asdict(state) | {"finished": state.is_finished}, indent=2))
+    sizes = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+    with (folder / COMPLETE).open("w") as file:
+        json.dump(sizes, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish(unfinished: Path, target: Path) -> None:
+    """Give the folder its name. One of that name can only be an incomplete one, or of a step that was run again."""
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(unfinished, target)
+    _sync_folder(target.parent)
+
+
+def point_latest(checkpoints: Path, name: str) -> None:
+    """Replace ``latest`` in one move."""
+    temporary = checkpoints / "latest.unfinished"
+    with temporary.open("w") as file:
+        file.write(name + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, checkpoints / "latest")
+    _sync_folder(checkpoints)
+
+
+def remove_old(checkpoints: Path, keep_last: int) -> None:
+    """Delete all but the newest ``keep_last`` folders, and what killed saves left."""
+    for folder in _folders(checkpoints)[:-keep_last]:
+        shutil.rmtree(folder)
+    for leftover in checkpoints.glob(f"step_*{_UNFINISHED}"):
+        shutil.rmtree(leftover)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _folders(checkpoints: Path) -> list[Path]:
+    """The step folders, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    return sorted(path for path in checkpoints.iterdir() if path.is_dir() and _STEP.fullmatch(path.name))
+
+
+def fault(folder: Path) -> str | None:
+    """Why the folder is no checkpoint to rely on; None if every file is there in its full size."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    try:
+        sizes = json.loads((folder / COMPLETE).read_text())
+    except (OSError, ValueError):
+        return f"it has no readable {COMPLETE} marker, so its save was never finished"
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, not the {size} that were written"
+    return None
+
+
+def newest(checkpoints: Path) -> Path | None:
+    """The newest complete folder, whatever ``latest`` says; None if there is no step folder at all.
+
+    Incomplete ones are named in the log. Raises CheckpointError if there are step folders but not one is complete:
+    starting anew beside them must be somebody's decision.
+    """
+    faults = []
+    for folder in reversed(_folders(checkpoints)):
+        reason = fault(folder)
+        if reason is None:
+            return folder
+        faults.append(f"{folder}: {reason}")
+        log.warning("passing over the checkpoint %s: %s", folder, reason)
+    if faults:
+        raise CheckpointError(
+            "no checkpoint of this run is complete; move them away to start anew, or choose another run_name. "
+            + "; ".join(faults)
+        )
+    return None
+
+
+def find(run: Path, which: str) -> Path:
+    """The checkpoint ``latest`` or ``step_<8 digits>`` of a run, or the folder itself; raises CheckpointError."""
+    checkpoints = run / "checkpoints"
+    if which == "latest":
+        folder = newest(checkpoints)
+        if folder is None:
+            raise CheckpointError(f"{run} has no checkpoint yet: {checkpoints} holds no step folder")
+        return folder
+    folder = checkpoints / which if _STEP.fullmatch(which) else Path(which)
+    reason = fault(folder)
+    if reason is not None:
+        there = ", ".join(path.name for path in _folders(checkpoints)) or "none"
+        raise CheckpointError(f"the checkpoint {folder} cannot be used: {reason} (the run holds: {there})")
+    return folder
+
+
+def read_state(folder: Path) -> TrainerState:
+    """The trainer's state of a complete checkpoint."""
+    content = json.loads((folder / STATE).read_text())
+    experts = {name: ExpertState(**expert) for name, expert in content["experts"].items()}
+    return TrainerState(content["step"], content["planned_steps"], content["world_size"], experts)
+
+
+def warn_of_owner(folder: Path) -> None:
+    """Say so before reading a folder that another user owns: DeepSpeed's files are pickles."""
+    owner = folder.stat().st_uid
+    if owner != os.getuid():
+        log.warning(
+            "the checkpoint %s belongs to another user (id %d); its files are read as tensors and plain containers "
+            "only, but make sure that you trust them",
+            folder,
+            owner,
+        )
+
+
+def load(folder: Path, engines: Mapping[str, object], world_size: int) -> TrainerState:
+    """Put a checkpoint into fresh engines; a collective. Raises CheckpointError on every rank if it does not fit."""
+    state = read_state(folder)
+    if state.world_size != world_size:
+        raise CheckpointError(
+            f"{folder} was written by {state.world_size} ranks and this run has {world_size}; resume with "
+            f"{state.world_size} ranks, or start a new run from its weights"
+        )
+    if set(state.experts) != set(engines):
+        raise CheckpointError(
+            f"{folder} holds {', '.join(state.experts)} and this run trains {', '.join(engines)}; set train.experts alike"
+        )
+    for expert, engine in engines.items():
+        engine.load(folder, expert)
+    return state
+
+
+def read_weights(folder: Path, expert: str) -> dict[str, torch.Tensor]:
+    """An expert's float32 weights by name, in one process, from a checkpoint of any world size."""
+    from wan_ds.training.engine import consolidated_weights
+
+    if not (folder / expert).is_dir():
+        there = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+        raise CheckpointError(f"{folder} holds no expert {expert}; it holds {there}")
+    return consolidated_weights(folder, expert)

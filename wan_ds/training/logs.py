@@ -1,0 +1,27 @@
+"""One logger for the package: rank 0 to the terminal and to the run's log.txt, other ranks warnings only."""
+
+import logging
+import sys
+from pathlib import Path
+
+
+def to_terminal(rank: int) -> None:
+    """Log this rank to stderr."""
+    logger = logging.getLogger("wan_ds")
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_formatter(rank))
+    logger.handlers = [handler]
+
+
+def to_file(rank: int, path: Path) -> None:
+    """Log rank 0 to a file as well."""
+    if rank == 0:
+        handler = logging.FileHandler(path, encoding="utf-8")
+        handler.setFormatter(_formatter(rank))
+        logging.getLogger("wan_ds").addHandler(handler)
+
+
+def _formatter(rank: int) -> logging.Formatter:
+    return logging.Formatter(f"%(asctime)s rank {rank} %(levelname).1s %(message)s", "%H:%M:%S")

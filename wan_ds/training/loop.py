@@ -1,0 +1,198 @@
+"""The loop: which expert, which clips, one window, then whatever else wants to happen."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from wan_ds.data.latents import Encoded
+from wan_ds.data.loader import Item, slots_of_rank
+from wan_ds.errors import TrainingError
+from wan_ds.flow.timesteps import Interval
+from wan_ds.parallel.mesh import Mesh
+from wan_ds.parallel.reduce import sum_over_ranks
+from wan_ds.training.engine import Engine
+from wan_ds.training.experts import Routing
+from wan_ds.training.guard import FirstSteps
+from wan_ds.training.lr_schedule import Schedule
+from wan_ds.training.meters import SIGMA_BINS, LossBySigma, Meters, loss_by_sigma
+from wan_ds.training.step import FlowMatching, Loss, MicroBatch
+
+
+@dataclass
+class Expert:
+    """One expert in training: its engine, its learning rates and its own counts."""
+
+    name: str
+    interval: Interval
+    engine: Engine
+    schedule: Schedule
+    base_lr: float
+    guard: FirstSteps | None = None
+    steps: int = 0  # applied
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    clips: int = 0
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of its next step."""
+        return self.base_lr * self.schedule(self.steps)
+
+    def step(self) -> bool:
+        """Apply the window; a non-finite one is skipped and changes nothing but the count of skips."""
+        lr = self.lr
+        watching = self.guard is not None and self.guard.is_watching
+        self.engine.before_update = self.guard.look_at_gradients if watching else None
+        applied = self.engine.step(lr)
+        if watching:
+            self.guard.after_step(applied, lr)
+        self.steps += applied
+        self.skipped += not applied
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        return applied
+
+
+class Callback:
+    """Something that happens beside training. All ranks call every method at the same step."""
+
+    def before_training(self, loop: "Loop") -> None: ...
+
+    def after_step(self, loop: "Loop") -> None: ...
+
+    def after_training(self, loop: "Loop") -> None: ...
+
+
+@dataclass
+class Loop:
+    """Trains from ``step`` finished steps to ``steps``."""
+
+    experts: dict[str, Expert]
+    routing: Routing
+    objective: FlowMatching
+    batches: Iterator[list[Item]]  # this rank's clips of each step that is left
+    encoded: Encoded
+    mesh: Mesh
+    steps: int
+    micro_batch_size: int
+    elements_per_token: int
+    caption_dropout: float
+    max_skipped_in_a_row: int
+    callbacks: Sequence[Callback] = ()
+    step: int = 0
+    meters: Meters = field(default_factory=Meters)
+    stopped_by: int | None = None  # the signal that ended training early
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step >= self.steps
+
+    def run(self) -> None:
+        for callback in self.callbacks:
+            callback.before_training(self)
+        while not self.is_finished and self.stopped_by is None:
+            self.train_step()
+            for callback in self.callbacks:
+                callback.after_step(self)
+        for callback in self.callbacks:
+            callback.after_training(self)
+
+    def train_step(self) -> None:
+        """One optimizer step of the expert whose turn it is."""
+        started = time.perf_counter()
+        expert = self.experts[self.routing.expert_of(self.step)]
+        items = next(self.batches)
+        waited = time.perf_counter() - started
+        lr = expert.lr
+        losses = self.window(expert, items)
+        applied = expert.step()
+        expert.clips += self.objective.global_batch_size
+        self.step += 1
+        self.meters.add(self.step, self._values(expert, losses, lr))
+        seconds = time.perf_counter() - started
+        self.meters.add(self.step, self._speed(losses, seconds, waited))
+        if not applied and expert.skipped_in_a_row >= self.max_skipped_in_a_row:
+            raise TrainingError(
+                f"{expert.name} met a non-finite loss or gradient {expert.skipped_in_a_row} times in a row, the last at "
+                f"step {self.step}; lower optimizer.lr, or look at the clips (train.max_skipped_in_a_row sets the limit)"
+            )
+
+    def window(self, expert: Expert, items: list[Item]) -> list[Loss]:
+        """Forward and backward of the step's clips; the ranks' losses sum to the mean over the whole window."""
+        micro_batches = self.split(items)
+        count = torch.tensor(
+            float(sum(clip.numel() for b in micro_batches for clip in b.latents if b.weight)), dtype=torch.float64
+        )
+        count = sum_over_ranks(count.to(micro_batches[0].prompt_embeds.device))
+        losses = []
+        for batch in micro_batches:
+            loss = self.objective(expert.engine.train, batch, expert.interval, self.step)
+            expert.engine.backward(non_finite_stays(loss.weighted_sum / count))
+            losses.append(replace(loss, weighted_sum=loss.weighted_sum.detach()))
+        return losses
+
+    def split(self, items: list[Item]) -> list[MicroBatch]:
+        """This rank's clips as micro-batches, as many on every rank: one that holds fewer repeats its last at weight 0."""
+        latents = [self.encoded.latents(item.index, item.pixels) for item in items]
+        prompts = [self.encoded.prompt(None if self._drops_caption(item) else item.index) for item in items]
+        size = self.micro_batch_size
+        batches = [
+            MicroBatch(
+                slots=[item.slot for item in items[first : first + size]],
+                latents=latents[first : first + size],
+                prompt_embeds=torch.stack(prompts[first : first + size]),
+            )
+            for first in range(0, len(items), size)
+        ]
+        most = len(slots_of_rank(self.objective.global_batch_size, 0, self.mesh.dp_size))
+        last = batches[-1]
+        idle = MicroBatch(last.slots, last.latents, last.prompt_embeds, weight=0.0)
+        return batches + [idle] * (-(-most // size) - len(batches))
+
+    def _drops_caption(self, item: Item) -> bool:
+        return self.objective.drops_caption(item.slot, self.step, self.caption_dropout)
+
+    def _values(self, expert: Expert, losses: list[Loss], lr: float) -> dict:
+        """The step's numbers over all ranks, still on the device."""
+        real = [loss for loss in losses if loss.count]
+        bins = loss_by_sigma(torch.cat([x.sigma for x in real]), torch.cat([x.clip_losses for x in real]))
+        sums = torch.cat(
+            [
+                torch.stack([x.weighted_sum for x in real]).sum()[None].double(),
+                torch.tensor([sum(x.count for x in real)], dtype=torch.float64, device=bins.sums.device),
+                bins.sums.double(),
+                bins.counts.double(),
+            ]
+        )
+        total, count, *_ = sum_over_ranks(sums).unbind()
+        loss = total / count
+        name = f"train/{expert.name}"
+        return {
+            "expert": expert.name,
+            "train/loss": loss,
+            f"{name}/loss": loss,
+            f"{name}/step": expert.steps,
+            f"{name}/lr": lr,
+            f"{name}/grad_norm": expert.engine.grad_norm,
+            f"{name}/skipped": expert.skipped,
+            f"{name}/clips": expert.clips,
+            "train/loss_by_sigma": LossBySigma(sums[2 : 2 + SIGMA_BINS], sums[2 + SIGMA_BINS :]),
+        }
+
+    def _speed(self, losses: list[Loss], seconds: float, waited: float) -> dict:
+        tokens = sum(loss.count for loss in losses) * self.mesh.dp_size / self.elements_per_token
+        return {
+            "speed/step_seconds": seconds,
+            "speed/tokens_per_second": tokens / seconds,
+            "speed/clips_per_second": self.objective.global_batch_size / seconds,
+            "speed/data_wait_fraction": waited / seconds,
+        }
+
+
+def non_finite_stays(loss: torch.Tensor) -> torch.Tensor:
+    """The loss unchanged, but NaN with NaN gradients if it is not finite, so that every rank skips the step.
+
+    Without reading it: infinity minus infinity is NaN, everything finite minus itself is 0.
+    """
+    return loss * (1 + (loss.detach() - loss.detach()))

@@ -1,0 +1,170 @@
+"""From settings to the parts of a run: clips, encoders, experts. The only place that knows both."""
+
+import logging
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import AutoencoderKLWan
+
+from wan_ds import targets
+from wan_ds.config import Config
+from wan_ds.data import preflight
+from wan_ds.data.clips import Clip, decode
+from wan_ds.data.latents import Encoded
+from wan_ds.data.loader import Loader
+from wan_ds.data.readers import detect
+from wan_ds.flow.timesteps import Interval
+from wan_ds.models.encoders import TextEncoder, encode_video, load_text_encoder, load_vae
+from wan_ds.models.weights import build_transformer, count_parameters, locate
+from wan_ds.parallel.mesh import Mesh
+from wan_ds.training.engine import Engine
+from wan_ds.training.experts import Routing, plan_routing
+from wan_ds.training.guard import FirstSteps
+from wan_ds.training.loop import Expert
+from wan_ds.training.lr_schedule import Schedule
+from wan_ds.training.optimizer import build_optimizer
+from wan_ds.training.step import FlowMatching
+
+log = logging.getLogger(__name__)
+
+
+def make(key: str, settings: dict[str, Any], **supplied: Any) -> Any:
+    """Call the target of an open group with its settings."""
+    arguments = {name: value for name, value in settings.items() if name not in targets.DIRECTIVES}
+    return targets.find(key, settings["_target_"])(**arguments, **supplied)
+
+
+def target_of(key: str, settings: dict[str, Any]) -> Any:
+    """The target of an open group with its settings bound, to be called later."""
+    arguments = {name: value for name, value in settings.items() if name not in targets.DIRECTIVES}
+    return partial(targets.find(key, settings["_target_"]), **arguments)
+
+
+def read_clips(config: Config, path: str | None = None) -> list[Clip]:
+    """The clips of ``data.path``, or of another folder of the same format; raises DataError."""
+    reader = detect if config.data.reader is None else make("data.reader", config.data.reader)
+    clips = reader(path if path is not None else config.data.path)
+    return clips if config.data.limit is None else clips[: config.data.limit]
+
+
+def checked_clips(config: Config, path: str | None = None) -> list[Clip]:
+    """The same after the preflight, which names every clip that cannot be used before a weight is read."""
+    data = config.data
+    clips = read_clips(config, path)
+    preflight.check(clips, num_frames=data.num_frames, fps=data.fps, path=path or data.path)
+    log.info(
+        preflight.report(clips, num_frames=data.num_frames, fps=data.fps, height=data.height, width=data.width)
+    )
+    return clips
+
+
+def routing_of(config: Config) -> Routing:
+    """Which expert works when."""
+    return plan_routing(
+        make("timesteps", config.timesteps),
+        boundary=config.model.boundary,
+        experts=config.train.experts,
+        policy=config.train.routing.policy.name,
+        seed=config.seed,
+    )
+
+
+def objective_of(config: Config) -> FlowMatching:
+    """What the experts learn."""
+    return FlowMatching(
+        make("timesteps", config.timesteps),
+        target_of("weighting", config.weighting),
+        seed=config.seed,
+        global_batch_size=config.train.global_batch_size,
+    )
+
+
+class Encoders(NamedTuple):
+    """The frozen parts: pixels to latents, captions to embeddings."""
+
+    vae: AutoencoderKLWan
+    text: TextEncoder
+
+
+def load_encoders(config: Config, where: torch.device) -> Encoders:
+    """Both encoders on a device."""
+    model = config.model
+    return Encoders(
+        load_vae(locate(model.path, model.vae.weights, "vae"), where),
+        load_text_encoder(
+            locate(model.path, model.tokenizer.weights, "tokenizer"),
+            locate(model.path, model.text_encoder.weights, "text_encoder"),
+            where,
+            torch.float32 if where.type == "cpu" else torch.bfloat16,
+        ),
+    )
+
+
+def encoded_of(config: Config, clips: list[Clip], encoders: Encoders, *, keep: bool) -> Encoded:
+    """The clips as latents and prompt embeddings on the encoders' device."""
+    data = config.data
+    shape = {"num_frames": data.num_frames, "fps": data.fps, "height": data.height, "width": data.width}
+    vae = encoders.vae
+    return Encoded(
+        clips,
+        read=lambda clip: decode(clip.path, start_seconds=clip.start_seconds, **shape),
+        encode_video=lambda pixels: encode_video(vae, pixels.to(vae.device)),
+        encode_text=encoders.text,
+        keep=keep,
+    )
+
+
+def loader_of(config: Config, clips: list[Clip], mesh: Mesh) -> Loader:
+    data = config.data
+    return Loader(
+        clips,
+        num_frames=data.num_frames,
+        fps=data.fps,
+        height=data.height,
+        width=data.width,
+        seed=config.seed,
+        global_batch_size=config.train.global_batch_size,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        workers=data.workers,
+        keep_latents=data.keep_latents,
+    )
+
+
+def schedules_of(config: Config, routing: Routing) -> dict[str, Schedule]:
+    """A schedule for exactly the steps that each expert will take."""
+    counts = routing.counts(config.train.steps)
+    return {name: make("lr_schedule", config.lr_schedule, steps=counts[name]) for name in routing.shares}
+
+
+def build_expert(config: Config, name: str, interval: Interval, schedule: Schedule, mesh: Mesh) -> Expert:
+    """One expert, its weights read or drawn, sharded over the mesh."""
+    model = build_transformer(
+        config.model.transformer,
+        path=config.model.path,
+        weights=config.model.experts[name].weights,
+        seed=config.seed,
+        expert=name,
+    )
+    if config.parallelism.recompute.name == "full":
+        model.enable_gradient_checkpointing()
+    parameters = count_parameters(model)
+    engine = Engine(
+        model.train(),
+        build_optimizer(model, target_of("optimizer", config.optimizer)),
+        mesh,
+        zero_optimization=dict(config.parallelism.zero_optimization),
+        micro_batch_size=config.train.micro_batch_size,
+        max_grad_norm=config.train.max_grad_norm,
+        compute_dtype=config.precision.compute_dtype.name,
+    )
+    log.info("%s: %.2f M parameters, %d steps planned", name, parameters / 1e6, schedule.steps)
+    return Expert(
+        name=name,
+        interval=interval,
+        engine=engine,
+        schedule=schedule,
+        base_lr=config.optimizer["lr"] * config.train.lr_scale.get(name, 1.0),
+        guard=FirstSteps(name, engine),
+    )

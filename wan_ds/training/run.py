@@ -1,0 +1,213 @@
+"""One run from its settings to its end."""
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from wan_ds.config import Config, to_dict
+from wan_ds.data.clips import Clip
+from wan_ds.data.latents import Encoded
+from wan_ds.errors import ConfigError
+from wan_ds.models.encoders import decode_latents
+from wan_ds.parallel.mesh import Mesh
+from wan_ds.training import callbacks, checkpoint, evaluation, parts, run_folder
+from wan_ds.training.engine import device
+from wan_ds.training.experts import Routing
+from wan_ds.training.loop import Callback, Expert, Loop
+from wan_ds.training.lr_schedule import Schedule
+from wan_ds.training.sampling import Sample, build_pipeline, generate, guidance_of, write_samples
+from wan_ds.training.trackers import Trackers, WandbSettings
+
+log = logging.getLogger(__name__)
+
+
+def resume_point(config: Config) -> Path | None:
+    """The checkpoint to go on from, None to begin; reads only, the same on every rank.
+
+    Raises CheckpointError if the one that was named is missing or incomplete, or none of those found is whole.
+    """
+    if config.resume == "never":
+        return None
+    run = Path(config.run_dir)
+    folder = checkpoint.newest(run / "checkpoints") if config.resume == "auto" else checkpoint.find(run, config.resume)
+    if folder is None:
+        log.info("======== new run in %s ========", run)
+    else:
+        log.info("======== resuming %s after %s ========", run, folder.name)
+    return folder
+
+
+def is_done(config: Config, folder: Path | None) -> bool:
+    """Whether the checkpoint is already where these settings end."""
+    return folder is not None and checkpoint.read_state(folder).step >= config.train.steps
+
+
+def open_folder(config: Config, mesh: Mesh) -> Trackers:
+    """Write what the run is made of, on rank 0, and open its trackers."""
+    run, described = Path(config.run_dir), to_dict(config)
+    if mesh.is_main:
+        run_folder.write(run, described)
+    tracker = config.tracker
+    return Trackers.for_rank(
+        mesh.rank,
+        run,
+        described,
+        list(config.train.experts or config.model.experts),
+        WandbSettings(
+            mode=tracker.mode.name,
+            project=tracker.project,
+            entity=tracker.entity,
+            group=tracker.group,
+            tags=tracker.tags,
+            name=config.run_name,
+        ),
+    )
+
+
+def build_loop(  # noqa: PLR0913 - what train.py lists
+    config: Config,
+    mesh: Mesh,
+    clips: list[Clip],
+    routing: Routing,
+    schedules: dict[str, Schedule],
+    trackers: Trackers,
+    folder: Path | None,
+) -> Loop:
+    """Read the weights, shard them, and put the checkpoint's state in."""
+    encoders = parts.load_encoders(config, device())
+    encoded = parts.encoded_of(config, clips, encoders, keep=config.data.keep_latents)
+    experts = {
+        name: parts.build_expert(config, name, routing.intervals[name], schedule, mesh)
+        for name, schedule in schedules.items()
+    }
+    first_step = 0 if folder is None else restore(experts, folder, mesh)
+    logger = callbacks.Log(trackers, config.tracker.log_every_steps, mesh.is_main)
+    saving = config.checkpoint
+    return Loop(
+        experts=experts,
+        routing=routing,
+        objective=parts.objective_of(config),
+        batches=parts.loader_of(config, clips, mesh).batches(first_step, config.train.steps),
+        encoded=encoded,
+        mesh=mesh,
+        steps=config.train.steps,
+        micro_batch_size=config.train.micro_batch_size,
+        elements_per_token=elements_per_token(config),
+        caption_dropout=config.train.caption_dropout,
+        max_skipped_in_a_row=config.train.max_skipped_in_a_row,
+        step=first_step,
+        callbacks=[
+            callbacks.StopOnSignal(),
+            callbacks.Memory(),
+            *validation(config, encoders, encoded, routing),
+            *sampling(config, encoders, encoded, trackers),
+            logger,
+            callbacks.Save(Path(config.run_dir), saving.save_every_steps, saving.keep_last, logger.flush),
+        ],
+    )
+
+
+def restore(experts: dict[str, Expert], folder: Path, mesh: Mesh) -> int:
+    """Put the checkpoint's state into the experts; the number of finished steps."""
+    checkpoint.warn_of_owner(folder)
+    state = checkpoint.load(folder, {name: e.engine for name, e in experts.items()}, mesh.world_size)
+    for name, counts in state.experts.items():
+        expert = experts[name]
+        expert.steps, expert.skipped, expert.clips = counts.steps, counts.skipped, counts.clips
+        expert.skipped_in_a_row = counts.skipped_in_a_row
+    return state.step
+
+
+def elements_per_token(config: Config) -> int:
+    transformer = config.model.transformer
+    return transformer["in_channels"] * torch.Size(transformer.get("patch_size", (1, 2, 2))).numel()
+
+
+def validation(config: Config, encoders: parts.Encoders, encoded: Encoded, routing: Routing) -> list[Callback]:
+    """The callback that measures the routed validation loss, if it is asked for."""
+    wanted = config.evaluation
+    if wanted.every_steps is None and not wanted.at_start:
+        return []
+    if wanted.path is not None:
+        clips = parts.checked_clips(config, wanted.path)
+        encoded = parts.encoded_of(config, clips, encoders, keep=True)
+    sigmas = evaluation.levels(parts.make("timesteps", config.timesteps), wanted.sigmas_per_clip)
+    probes = evaluation.probes(min(wanted.clips, len(encoded.clips)), sigmas, routing.owner_of)
+
+    def evaluate(loop: Loop) -> None:
+        losses = {}
+        for name, routed in probes.items():
+            if name not in loop.experts:
+                continue
+            with loop.experts[name].engine.inference() as model:
+                own = evaluation.probe_losses(
+                    evaluation.share_of_rank(routed, loop.mesh.dp_rank, loop.mesh.dp_size),
+                    sigmas,
+                    encoded.latents,
+                    encoded.prompt,
+                    model,
+                    seed=config.seed,
+                    batch_size=config.train.micro_batch_size,
+                )
+            losses[name] = evaluation.gathered(own, len(routed))
+        loop.meters.add(loop.step, evaluation.summary(losses, probes, sigmas))
+
+    return [callbacks.Periodic(evaluate, wanted.every_steps, wanted.at_start)]
+
+
+def sampling(config: Config, encoders: parts.Encoders, encoded: Encoded, trackers: Trackers) -> list[Callback]:
+    """The callback that writes videos while training, if it is asked for."""
+    wanted = config.sampling
+    if wanted.every_steps is None and not wanted.at_start:
+        return []
+    absent = set(config.model.experts) - set(config.train.experts or config.model.experts)
+    if absent:
+        raise ConfigError(
+            f"sampling.every_steps: a video needs every expert, and {', '.join(sorted(absent))} is not in train.experts; "
+            "set sampling.every_steps=null and sampling.at_start=false"
+        )
+    prompts = wanted.prompts or [clip.caption for clip in encoded.clips[: callbacks.CLIPS_SAMPLED]]
+    guidance = guidance_of(wanted.guidance, list(config.model.experts))
+
+    def write_videos(loop: Loop) -> None:
+        engines = {name: expert.engine for name, expert in loop.experts.items()}
+        pipeline = build_pipeline(
+            {name: engine.module for name, engine in engines.items()},
+            boundary=config.model.boundary,
+            shift=wanted.shift,
+            vae=encoders.vae,
+        )
+        with next(iter(engines.values())).inference():
+            made = generate(
+                pipeline,
+                encoders.text(prompts),
+                encoders.text([""]),
+                num_frames=config.data.num_frames,
+                height=config.data.height,
+                width=config.data.width,
+                steps=wanted.steps,
+                guidance=guidance,
+                seeds=[wanted.seed],
+            )
+        if not loop.mesh.is_main:
+            return
+        name = checkpoint.folder_name(loop.step)
+        samples = [
+            Sample(prompt, wanted.seed, wanted.steps, guidance, wanted.shift, made.expert_calls, name)
+            for prompt in prompts
+        ]
+        target = Path(config.run_dir) / "samples" / name
+        videos = list(decode_latents(encoders.vae, made.latents).cpu())
+        write_samples(target, samples, videos, [None] * len(videos), config.data.fps)
+        trackers.media(loop.step, {"samples": target / "contact.png"})
+
+    return [callbacks.Periodic(write_videos, wanted.every_steps, wanted.at_start)]
+
+
+def make_deterministic() -> None:
+    """Bit-equal runs on a GPU as well, at some cost in speed."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
