@@ -71,7 +71,7 @@ def visible_devices() -> list[str]:
 def command(size: int, devices: list[str], script: str, arguments: list[str]) -> list[str]:
     # `env` replaces itself by Python, so a rank is still a child of the launcher.
     rank = ["env", f"CUDA_VISIBLE_DEVICES={','.join(devices[:size])}", sys.executable, "-u", script]
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level=warning"]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level=error"]
     # No hostfile: one that lies where the launcher looks by default would make several machines of it.
     here = ["--hostfile=", f"--num_gpus={size}", f"--master_port={free_port()}"]
     return [*launcher, *here, "--no_local_rank", "--no_python", *rank, *arguments]

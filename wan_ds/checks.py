@@ -12,7 +12,14 @@ from typing import Any
 from wan_ds import targets
 from wan_ds.config import Config, Dtype
 from wan_ds.errors import ConfigError
-from wan_ds.foreign_keys import OFFLOAD_KEYS, REFUSED_ZERO_KEYS, TRANSFORMER_KEYS, ZERO_KEYS
+from wan_ds.foreign_keys import (
+    OFFLOAD_KEYS,
+    REFUSED_ZERO_KEYS,
+    TRANSFORMER_COUNTS,
+    TRANSFORMER_KEYS,
+    ZERO_KEYS,
+    ZERO_SWITCHES,
+)
 from wan_ds.nearest import suggest
 
 EXPERTS = ("high_noise", "low_noise")
@@ -70,16 +77,12 @@ def _check_transformer(transformer: dict[str, Any]) -> None:
         if key not in transformer:
             raise ConfigError(f"model.transformer.{key}: not set; type model.transformer.{key}=...")
     patch = transformer["patch_size"]
-    whole = isinstance(patch, list) and all(isinstance(size, int) and size > 0 for size in patch)
+    whole = isinstance(patch, list) and all(_is_count(size) for size in patch)
     rule = "three whole numbers (frames, height, width), such as [1,2,2]"
     _require(whole and len(patch) == 3, "model.transformer.patch_size", patch, rule)
-    heads = transformer["num_attention_heads"]
-    _require(
-        isinstance(heads, int) and heads > 0,
-        "model.transformer.num_attention_heads",
-        heads,
-        "a whole number from 1",
-    )
+    for key, value in transformer.items():
+        if key in TRANSFORMER_COUNTS:
+            _require(_is_count(value), f"model.transformer.{key}", value, "a whole number from 1")
 
 
 def _check_guidance(guidance: Any, names: list[str]) -> None:
@@ -218,9 +221,9 @@ def _check_zero(zero: dict[str, Any], world_size: int) -> None:
     for key, value in zero.items():
         _refuse_unknown_zero_key(block, key, ZERO_KEYS)
         if key.endswith(("_bucket_size", "_threshold", "_parameters", "_distance")):
-            _require(
-                isinstance(value, int) and value >= 0, f"{block}.{key}", value, "a whole number of elements"
-            )
+            _require(_is_count(value, 0), f"{block}.{key}", value, "a whole number of elements")
+        if key in ZERO_SWITCHES:
+            _require(isinstance(value, bool), f"{block}.{key}", value, "true or false")
     for key, known in OFFLOAD_KEYS.items():
         for name in zero.get(key) or {}:
             _refuse_unknown_zero_key(f"{block}.{key}", name, known)
@@ -229,7 +232,7 @@ def _check_zero(zero: dict[str, Any], world_size: int) -> None:
     if zero.get("offload_optimizer") and stage == 0:
         raise ConfigError(f"{block}.offload_optimizer: needs stage 1, 2 or 3; the stage is 0")
     shards = zero.get("zero_hpz_partition_size", 1)
-    if not isinstance(shards, int) or shards < 1 or world_size % shards:
+    if not _is_count(shards) or world_size % shards:
         raise ConfigError(
             f"{block}.zero_hpz_partition_size={shards}: must divide the {_count(world_size, 'rank')}; "
             f"choose {_or(_divisors(world_size))}, commonly the GPUs of one node"
@@ -278,6 +281,10 @@ def _check_open_groups(config: Config) -> None:
 def _require(holds: bool, key: str, value: Any, rule: str) -> None:
     if not holds:
         raise ConfigError(f"{key}={_text(value)}: must be {rule}")
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _divisors(number: int) -> list[int]:

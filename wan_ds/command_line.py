@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from wan_ds.errors import CheckpointError, ConfigError, DataError
 from wan_ds.overrides import assign, description, split
 from wan_ds.training.run_folder import flatten
 
-SECONDS_BEFORE_ANOTHER_RANK_SPEAKS = 5.0
+SECONDS_FOR_RANK_0_TO_TELL = 5.0
 
 T = TypeVar("T")
 
@@ -143,12 +144,16 @@ def _fail(message: str, only_first_rank: bool = True) -> NoReturn:
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         sys.stderr.write(f"wan_ds: error: {message}\n")
-    elif not only_first_rank:
-        # if rank 0 failed too, it has told, and its launcher ends this process while it waits
+        sys.stderr.flush()
+        sys.exit(2)
+    # A launcher ends all ranks when the first one exits. So the others wait until rank 0 has told, and are
+    # ended while they wait; whoever outlives the wait failed alone.
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(SECONDS_BEFORE_ANOTHER_RANK_SPEAKS)
+    time.sleep(SECONDS_FOR_RANK_0_TO_TELL)
+    if not only_first_rank:
         sys.stderr.write(f"wan_ds: error on rank {rank}: {message}\n")
-    sys.stderr.flush()
+        sys.stderr.flush()
     sys.exit(2)
 
 

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from wan_ds import targets
 from wan_ds.config import Config, read, sentence
 from wan_ds.errors import ConfigError
 from wan_ds.nearest import suggest
-from wan_ds.overrides import Override, assign, declared_keys
+from wan_ds.overrides import Override, assign, keys
 from wan_ds.training.run_folder import changes_numbers, flatten
 
 
@@ -120,6 +121,8 @@ def _is_choice(override: Override, groups: list[str]) -> bool:
 
 def _refuse_unknown_option(loader: ConfigLoader, override: Override) -> None:
     group = override.key.partition("@")[0]
+    if override.prefix.startswith("+") and (conf_dir() / group).is_dir():
+        raise ConfigError(f"{override.typed}: {group} has its place already; type it without the +")
     if override.text is None or override.text == "null":
         return
     if "," in override.text:
@@ -181,6 +184,10 @@ def _composition_errors() -> Iterator[None]:
 
 def _composition_sentence(error: Exception) -> str:
     """Hydra's message in one line, with the nearest key where a file has a key that does not exist."""
-    said = sentence(error)
-    key = said.partition(":")[0] if "not in '" in said else ""
-    return said + (suggest(key, declared_keys(Config)) if key else "")
+    said = re.sub(r"In '([^']*)': \w+ raised while composing config:", r"in \1.yaml:", sentence(error))
+    unknown = re.sub(r"Key '[^']*' not in '\w+'", "no such setting", said)
+    if unknown == said:
+        return said
+    with composer(Arguments()):
+        known = keys(_composed(Arguments(), [])[0], Config)
+    return unknown + suggest(unknown.partition(":")[0], known)

@@ -5,6 +5,8 @@ _TRANSFORMER = """
     num_layers cross_attn_norm qk_norm eps image_dim added_kv_proj_dim rope_max_seq_len pos_embed_seq_len
 """
 
+_TRANSFORMER_OTHERS = "patch_size cross_attn_norm qk_norm eps image_dim added_kv_proj_dim pos_embed_seq_len"
+
 _ZERO = """
     stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
     allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
@@ -21,6 +23,17 @@ _ZERO = """
     log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
 """
 
+_ZERO_SWITCHES = """
+    contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm
+    compute_grad_norm load_from_fp32_weights stage3_gather_16bit_weights_on_model_save
+    gather_16bit_weights_on_model_save stage3_use_all_reduce_for_fetch_params
+    use_all_reduce_for_fetch_params stage3_allgather_sequential allgather_sequential
+    ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment
+    zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+    memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
+    enable_sanity_checks save_muon_momentum_buffer_in_memory
+"""
+
 _OFFLOAD_OPTIMIZER = """
     device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
     cpuadam_cores_perc
@@ -32,8 +45,11 @@ _OFFLOAD_PARAM = """
 
 TRANSFORMER_KEYS = frozenset(_TRANSFORMER.split())  # arguments of diffusers.WanTransformer3DModel
 
+TRANSFORMER_COUNTS = TRANSFORMER_KEYS - frozenset(_TRANSFORMER_OTHERS.split())
+
 # fields and aliases of DeepSpeed's DeepSpeedZeroConfig, without the deprecated and the refused ones
 ZERO_KEYS = frozenset(_ZERO.split())
+ZERO_SWITCHES = frozenset(_ZERO_SWITCHES.split())  # those of them that are true or false
 OFFLOAD_KEYS = {
     "offload_optimizer": frozenset(_OFFLOAD_OPTIMIZER.split()),
     "offload_param": frozenset(_OFFLOAD_PARAM.split()),

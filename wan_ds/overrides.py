@@ -95,21 +95,12 @@ def description(declared: Any) -> str:
 
 def keys(cfg: DictConfig, schema: type) -> list[str]:
     """Every key that may be set: those of `cfg`, and the arguments of open groups that it leaves alone."""
-    found = _flatten(OmegaConf.to_container(cfg, resolve=False))
+    found = _flatten(_plain(cfg))
     for group in targets.OPEN_GROUPS:
         settings = OmegaConf.select(cfg, group) if declared_type(schema, group) is not None else None
         if isinstance(settings, DictConfig):
-            plain = OmegaConf.to_container(settings, resolve=False)
-            found += [f"{group}.{name}" for name in targets.arguments(group, plain) if name not in plain]
-    return found
-
-
-def declared_keys(schema: type, key: str = "") -> list[str]:
-    """Every field of a tree of dataclasses, by dotted key."""
-    found = []
-    for name, hint in get_type_hints(schema).items():
-        path, inner = (f"{key}.{name}" if key else name), _without_none(hint)
-        found += [path, *(declared_keys(inner, path) if is_dataclass(inner) else [])]
+            more = targets.arguments(group, _plain(settings))
+            found += [f"{group}.{name}" for name in more if name not in settings]
     return found
 
 
@@ -118,34 +109,28 @@ def is_text(cfg: DictConfig, declared: Any, key: str) -> bool:
         group, _, name = key.rpartition(".")
         settings = OmegaConf.select(cfg, group)
         if group in targets.OPEN_GROUPS and isinstance(settings, DictConfig):
-            return targets.is_text(group, OmegaConf.to_container(settings, resolve=False), name)
+            return targets.is_text(group, _plain(settings), name)
     return _without_none(declared) is str
 
 
 def _refuse_unknown(cfg: DictConfig, schema: type, override: Override) -> None:
     key, declared = override.key, declared_type(schema, override.key)
-    parent, _, _ = key.rpartition(".")
-    if declared is not None and (
-        declared is not Any or isinstance(OmegaConf.select(cfg, parent), DictConfig)
+    group = key.rpartition(".")[0]
+    holder = OmegaConf.select(cfg, group) if group else cfg
+    if (
+        holder is None
+        and _exists(cfg, group)
+        and get_origin(_without_none(declared_type(schema, group))) is dict
     ):
-        group = next((group for group in targets.OPEN_GROUPS if parent == group), None)
-        if (
-            group is None
-            or override.prefix == "~"
-            or key in keys(cfg, schema)
-            or key.endswith(targets.DIRECTIVES)
-        ):
-            return
-        target = OmegaConf.select(cfg, f"{group}._target_")
-        if _takes_any(group, target):
-            return
+        OmegaConf.update(cfg, group, {}, merge=False)  # data.reader is null until something below it is typed
+        holder = OmegaConf.select(cfg, group)
+    if declared is None or not isinstance(holder, DictConfig):
+        raise ConfigError(f"{key}: no such setting{suggest(key, _flatten(_plain(cfg)))}")
+    if group not in targets.OPEN_GROUPS or override.prefix == "~" or key.endswith(targets.DIRECTIVES):
+        return
+    target = OmegaConf.select(holder, "_target_")
+    if key not in keys(cfg, schema) and target is not None and not targets.takes_any(group, target):
         raise ConfigError(f"{key}: {target} takes no such argument{suggest(key, keys(cfg, schema))}")
-    raise ConfigError(f"{key}: no such setting{suggest(key, keys(cfg, schema))}")
-
-
-def _takes_any(group: str, target: Any) -> bool:
-    found = targets.parameters(targets.find(group, target)).values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in found)
 
 
 def _remove(cfg: DictConfig, schema: type, key: str) -> None:
@@ -164,6 +149,8 @@ def _materialise_parents(cfg: DictConfig, key: str) -> None:
     parts = key.split(".")
     for end in range(1, len(parts)):
         holder = OmegaConf.select(cfg, ".".join(parts[: end - 1])) if end > 1 else cfg
+        if not isinstance(holder, DictConfig) or parts[end - 1] not in holder:
+            return
         if OmegaConf.is_interpolation(holder, parts[end - 1]):
             holder[parts[end - 1]] = OmegaConf.to_container(holder[parts[end - 1]], resolve=True)
 
@@ -175,6 +162,8 @@ def _text_value(cfg: DictConfig, key: str, text: str, nullable: bool) -> str | N
         raise ConfigError(
             f"{key}=???: three question marks mean a value that is still missing; choose another text"
         )
+    if any(0xD800 <= ord(letter) < 0xE000 for letter in text):  # how Python passes on bytes that are no UTF-8
+        raise ConfigError(f"{key}={text.encode(errors='replace').decode()}: not UTF-8; rename what it names")
     pieces = []
     position = 0
     for found in re.finditer(r"\$\{([\w.-]+)(:[^{}]*)?\}", text):
@@ -207,6 +196,10 @@ def _parsed_value(key: str, text: str, declared: Any) -> Any:
             "process each (launch/sweeps, wandb agent)"
         )
     return parsed.value()
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    return OmegaConf.to_container(cfg, resolve=False)
 
 
 def _flatten(settings: Any, key: str = "") -> list[str]:

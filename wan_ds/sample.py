@@ -23,12 +23,14 @@ from wan_ds.models.encoders import clean, decode_latents, encode_video
 from wan_ds.models.transformer import WanTransformer
 from wan_ds.models.weights import build_transformer
 from wan_ds.training import checkpoint as checkpoints
+from wan_ds.training import run_folder
 from wan_ds.training.parts import load_encoders, read_clips
 from wan_ds.training.sampling import (
     Generated,
     Sample,
     build_pipeline,
     generate,
+    guidance_of,
     nearest,
     psnr,
     slug,
@@ -109,7 +111,7 @@ def run_config(run_dir: Path) -> Config:
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"run={run_dir}: there is no {path}; run is a folder that training wrote")
-    return read(OmegaConf.load(path))
+    return read(OmegaConf.create(run_folder.read(run_dir)))
 
 
 def _training_clips(config: Config, options: SampleOptions) -> list[Clip]:
@@ -132,24 +134,14 @@ def resolve(options: SampleOptions, config: Config, clips: Sequence[Clip]) -> Se
     steps = config.sampling.steps if options.steps is None else options.steps
     if steps < 1:
         raise ConfigError(f"steps={steps}: must be at least 1")
+    guidance = config.sampling.guidance if options.guidance is None else options.guidance
     return Settings(
         prompts=prompts,
         seed=config.sampling.seed if options.seed is None else options.seed,
         steps=steps,
-        guidance=guidance_by_expert(config, options.guidance),
+        guidance=guidance_of(guidance, list(config.model.experts)),
         shift=config.sampling.shift if options.shift is None else options.shift,
     )
-
-
-def guidance_by_expert(config: Config, typed: float | None) -> dict[str, float]:
-    """One number for all experts, or the run's number for each."""
-    guidance = config.sampling.guidance if typed is None else typed
-    if not isinstance(guidance, dict):
-        return dict.fromkeys(config.model.experts, float(guidance))
-    missing = [name for name in config.model.experts if name not in guidance]
-    if missing:
-        raise ConfigError(f"sampling.guidance={guidance}: says nothing of {', '.join(missing)}")
-    return {name: float(guidance[name]) for name in config.model.experts}
 
 
 def load_experts(config: Config, checkpoint: Path, device: torch.device) -> dict[str, WanTransformer]:

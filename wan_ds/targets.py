@@ -55,20 +55,26 @@ def arguments(key: str, settings: dict[str, Any]) -> list[str]:
     return [name for name in named if name not in SUPPLIED.get(key, ())]
 
 
+def takes_any(key: str, target: Any) -> bool:
+    """Whether the target has `**kwargs`, so that nothing can be said about names."""
+    found = parameters(find(key, target)).values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in found)
+
+
 def refuse_misfits(key: str, settings: dict[str, Any]) -> None:
     """ConfigError unless the target of an open group exists and takes exactly these arguments and values."""
     if "_target_" not in settings:
         raise ConfigError(f"{key}: names no class; set {key}._target_")
     function = find(key, settings["_target_"])
     found = parameters(function)
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in found.values())
+    open_ended = takes_any(key, settings["_target_"])
     supplied = SUPPLIED.get(key, ())
     for name in settings:
         if name in DIRECTIVES or (name in found and name not in supplied):
             continue
         if name in supplied:
             raise ConfigError(f"{key}.{name}: training gives {name} to {settings['_target_']}; leave it out")
-        if not takes_any:
+        if not open_ended:
             hint = suggest(f"{key}.{name}", [f"{key}.{other}" for other in found if other not in supplied])
             raise ConfigError(f"{key}.{name}: {settings['_target_']} takes no such argument{hint}")
     for name, parameter in found.items():

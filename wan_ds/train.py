@@ -1,6 +1,6 @@
 """Train the experts of a Wan model.
 
-    deepspeed --num_gpus 2 scripts/train.py recipe=quickstart
+deepspeed --num_gpus 2 scripts/train.py recipe=quickstart
 """
 
 import os
@@ -13,7 +13,8 @@ from wan_ds.training import logs, run_folder
 
 def main(config: Config) -> int:
     """One run: begun, or continued from its newest checkpoint; 0, or 128 + the signal that stopped it."""
-    logs.to_terminal(int(os.environ.get("RANK", "0")))
+    rank = int(os.environ.get("RANK", "0"))
+    logs.to_terminal(rank)
     run_folder.refuse_changes(Path(config.run_dir), to_dict(config))  # before the imports that take seconds
 
     from wan_ds.parallel.mesh import Mesh
@@ -23,6 +24,7 @@ def main(config: Config) -> int:
     folder = run.resume_point(config)
     if run.is_done(config, folder):
         run.log.info("%s is finished: %d steps; nothing to do", config.run_dir, config.train.steps)
+        run.tell_launcher(config, rank)
         return 0
     clips = parts.checked_clips(config)
     routing = parts.routing_of(config)
@@ -41,6 +43,8 @@ def main(config: Config) -> int:
         code = 128 + loop.stopped_by if loop.stopped_by and not loop.is_finished else 0
     finally:
         trackers.close(code)
+    if code == 0:
+        run.tell_launcher(config, rank)
     return code
 
 

@@ -67,6 +67,11 @@ def test_everything_shipped_is_small_on_disk():
     assert folder_bytes(QUICKSTART) <= 7_000_000
 
 
+def test_no_config_names_the_folder_it_was_made_in():
+    for config in QUICKSTART.rglob("*.json"):
+        assert "_name_or_path" not in config.read_text()
+
+
 def test_the_vae_compresses_as_wan_does(vae, normalised):
     assert (vae.config.z_dim, vae.config.scale_factor_temporal, vae.config.scale_factor_spatial) == (16, 4, 8)
     assert normalised.shape == (3, 16, 3, 8, 12)

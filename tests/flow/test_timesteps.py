@@ -144,7 +144,8 @@ def test_bell_is_normalised_over_the_fixed_grid_and_pure():
     assert w.mean().item() == pytest.approx(1, abs=1e-9)
     assert w.max().item() == pytest.approx(0.39347 / 0.24909, abs=1e-3) and w.min().item() == 0
     y = [math.exp(-2 * ((t - 500) / 1000) ** 2) for t in range(1, 1001)]
-    expected = [(v - min(y)) * 1000 / sum(v - min(y) for v in y) for v in y]
+    floor, total = min(y), sum(y)
+    expected = [(v - floor) * 1000 / (total - 1000 * floor) for v in y]
     torch.testing.assert_close(w, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
     single = torch.tensor([0.3], dtype=torch.float32)
     assert bell(single).isfinite().all() and bell(single)[0] == bell(torch.tensor([0.3, 0.9, 0.1]))[0]

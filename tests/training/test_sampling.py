@@ -13,15 +13,18 @@ from PIL import Image
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from wan_ds import command_line, sample, streams
+from wan_ds.config import read, to_dict
 from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.models.transformer import WanTransformer
 from wan_ds.training import checkpoint as checkpoints
+from wan_ds.training import run_folder
 from wan_ds.training.sampling import (
     SHEET_FRAMES,
     Sample,
     build_pipeline,
     contact_sheet,
     generate,
+    guidance_of,
     nearest,
     psnr,
     slug,
@@ -214,6 +217,19 @@ def test_sampling_without_every_expert_is_refused_with_what_to_type(vae, experts
         build_pipeline(given, boundary=boundary, shift=5.0, vae=vae)
 
 
+def test_guidance_is_one_number_or_one_for_each_expert():
+    assert guidance_of(4, ["high_noise", "low_noise"]) == {"high_noise": 4.0, "low_noise": 4.0}
+    assert guidance_of({**GUIDANCE, "all": 1}, ["low_noise"]) == {"low_noise": 3.0}
+    with pytest.raises(ConfigError, match="says nothing of low_noise"):
+        guidance_of({"high_noise": 4}, ["high_noise", "low_noise"])
+
+
+def test_every_prompt_needs_a_seed(vae, experts):
+    pipeline = build_pipeline(experts, boundary=0.875, shift=5.0, vae=vae)
+    with pytest.raises(ValueError, match="2 prompts need as many seeds, not 1"):
+        generate(pipeline, embeds(2), embeds(1, 1), **SIZE, steps=2, guidance=GUIDANCE, seeds=[0])
+
+
 def test_guidance_below_one_is_refused(vae, experts):
     pipeline = build_pipeline(experts, boundary=0.875, shift=5.0, vae=vae)
     with pytest.raises(ConfigError, match="guidance of low_noise is 0.5: must be at least 1"):
@@ -381,8 +397,7 @@ def run_dir(tmp_path_factory, vae):
     settings.data.reader = {"_target_": "wan_ds.data.readers.FolderWithCaptions"}
     settings.data.num_frames, settings.data.height, settings.data.width = 5, 32, 48
     settings.sampling.steps = 3
-    OmegaConf.resolve(settings)
-    OmegaConf.save(settings, root / "config.yaml")
+    run_folder.write(root, to_dict(read(settings)))
     (root / "checkpoints" / "step_00000010").mkdir(parents=True)
     losses = [{"step": 9, "train/low_noise/loss": 0.5}, {"step": 10, "train/high_noise/loss": 0.25}]
     later = {"step": 11, "train/high_noise/loss": 9.0}
@@ -496,9 +511,9 @@ def test_what_differs_from_the_run_is_in_the_folders_name(run_dir):
 def test_a_prompt_needs_no_training_clips(run_dir, tmp_path):
     for name in ("model", "checkpoints"):
         (tmp_path / name).symlink_to(run_dir / name)
-    settings = OmegaConf.load(run_dir / "config.yaml")
-    settings.data.path = str(tmp_path / "gone")
-    OmegaConf.save(settings, tmp_path / "config.yaml")
+    settings = run_folder.read(run_dir)
+    settings["data"]["path"] = str(tmp_path / "gone")
+    run_folder.write(tmp_path, settings)
 
     assert sample.main(sample.SampleOptions(run=str(tmp_path), prompt="bar a")) == 0
 

@@ -10,9 +10,11 @@ h = H / 8, w = W / 8).
 
 import argparse
 import copy
+import json
 import logging
 import math
 import string
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,18 +35,35 @@ SEED = 0
 # The quickstart's clip.
 NUM_FRAMES, FPS, HEIGHT, WIDTH = 9, 16, 64, 96
 
-# The VAE: few channels where the pixels are many, so that a clip is encoded in a tenth of a second.
+# The VAE: few channels where the pixels are many, so that a clip is encoded in a fraction of a second.
 VAE_CONFIG = {"base_dim": 8, "dim_mult": [1, 3, 6, 6], "num_res_blocks": 1, "z_dim": 16}
 
-# (steps, clips per step, frames, height, width). Pictures first, then short crops, then the whole clip: a
-# step on pictures costs a fraction of one on clips and teaches all of space.
-STAGES = ((1200, 8, 1, 32, 48), (900, 4, 5, 32, 48), (150, 2, 9, 64, 96))
-PEAK_LR, WARMUP_STEPS, BETAS = 2e-3, 50, (0.9, 0.98)  # constant on pictures, then a cosine to a hundredth
-EMA_DECAY = 0.99
+WARMUP_STEPS, BETAS, EMA_DECAY = 50, (0.9, 0.98), 0.99
 L1_WEIGHT = 0.2  # beside the mean square, in [-1, 1]: keeps edges
 MOMENTS_WEIGHT = 0.002  # draws each latent channel to mean 0 and variance 1
-MAX_LATENT_NOISE = 0.4  # in deviations; a generated latent may be off by 0.39 (0.15 of the variance)
-QUICKSTART_SHARE = 0.7  # of the training clips; the rest are other spans, crops, scales and colours
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the VAE's training; it starts from the weights that the one before it saved."""
+
+    steps: int
+    clips: int  # per step
+    frames: int
+    height: int
+    width: int
+    first_lr: float  # falls along a cosine to the last
+    last_lr: float
+    quickstart_share: float  # of the training clips; the rest are other spans, crops, scales and colours
+    max_noise: float  # on latents, in deviations; a generated latent may well be off by 0.39
+
+
+# A step on single pictures costs a fraction of one on clips and teaches all of space, so they come first.
+STAGES = (
+    Stage(1350, 8, 1, 32, 48, 2e-3, 2e-3, 0.5, 0.45),
+    Stage(450, 4, 5, 32, 48, 2e-3, 6e-4, 0.75, 0.4),
+    Stage(350, 3, 9, 32, 48, 1.5e-3, 3e-5, 0.85, 0.25),
+)
 
 # What the rest is cut from: the whole videos, larger and at three times the quickstart's rate.
 POOL_STRIDE, POOL_HEIGHT, POOL_WIDTH = 3, 96, 144
@@ -107,9 +126,9 @@ def make_text_encoder(vocab_size: int) -> UMT5EncoderModel:
 class TrainingClips:
     """Draws clips `[B, 3, F, H, W]` in [-1, 1]: the quickstart's own, and others cut from the same videos."""
 
-    def __init__(self, quickstart: torch.Tensor, generator: torch.Generator):
+    def __init__(self, quickstart: torch.Tensor):
         self.quickstart = quickstart
-        self.generator = generator
+        self.generator = torch.Generator().manual_seed(SEED)
         self.pool = []
         for video in tqdm(sorted({span.video for span in SPANS.values()}), desc="videos", disable=None):
             rate = FPS * POOL_STRIDE
@@ -124,14 +143,14 @@ class TrainingClips:
                 )
             )
 
-    def draw(self, batch: int, frames: int, height: int, width: int) -> torch.Tensor:
-        """Return `[batch, 3, frames, height, width]`, frames at most the quickstart's."""
-        first = self._integer(NUM_FRAMES - frames + 1)
-        clips = [self._one(height, width)[:, first : first + frames] for _ in range(batch)]
-        return torch.stack(clips)
+    def draw(self, stage: Stage) -> torch.Tensor:
+        """Return the clips of one step, `[B, 3, F, H, W]` of the stage."""
+        first = self._integer(NUM_FRAMES - stage.frames + 1)
+        return torch.stack([self._one(stage)[:, first : first + stage.frames] for _ in range(stage.clips)])
 
-    def _one(self, height: int, width: int) -> torch.Tensor:
-        if self._uniform() < QUICKSTART_SHARE:
+    def _one(self, stage: Stage) -> torch.Tensor:
+        height, width = stage.height, stage.width
+        if self._uniform() < stage.quickstart_share:
             clip = self.quickstart[self._integer(len(self.quickstart))]
             return self._crop(clip, height, width)
         video = self.pool[self._integer(len(self.pool))]
@@ -229,41 +248,52 @@ def start_as_pictures(vae: AutoencoderKLWan) -> None:
                 convolution.weight[:, :, -1, 0, 0] = torch.cat([identity, identity])
 
 
-def train_vae(clips: TrainingClips, generator: torch.Generator, folder: Path) -> None:
-    """Train the VAE on the CPU in fp32; save the moving average of its weights after each stage."""
-    torch.manual_seed(SEED)
-    vae = AutoencoderKLWan(**VAE_CONFIG)
-    start_as_pictures(vae)
+def train_vae(stage: Stage, vae: AutoencoderKLWan, clips: TrainingClips) -> AutoencoderKLWan:
+    """Train the VAE through one stage, on the CPU in fp32; return the moving average of its weights."""
     average = torch.optim.swa_utils.AveragedModel(
         vae, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(EMA_DECAY)
     )
-    optimizer = torch.optim.Adam(vae.parameters(), lr=PEAK_LR, betas=BETAS)
-    constant = sum(steps for steps, _, frames, *_ in STAGES if frames == 1)
-    cosine = sum(steps for steps, *_ in STAGES) - constant
+    see_pictures(vae, stage.frames == 1)
+    optimizer = torch.optim.Adam(vae.parameters(), lr=1.0, betas=BETAS)
 
-    def lr_factor(step: int) -> float:
-        past = max(0, step - constant) / cosine
-        return min(1.0, (step + 1) / WARMUP_STEPS) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * past)))
+    def lr(step: int) -> float:
+        cosine = 0.5 * (1 + math.cos(math.pi * step / stage.steps))
+        return min(1.0, (step + 1) / WARMUP_STEPS) * (
+            stage.last_lr + (stage.first_lr - stage.last_lr) * cosine
+        )
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
-    for steps, *shape in STAGES:
-        see_pictures(vae, shape[1] == 1)
-        progress = tqdm(range(steps), desc=f"vae, {shape[1]} frames", mininterval=5)
-        for step in progress:
-            pixels = clips.draw(*shape)
-            decoded, latents = reconstruct(vae, pixels, MAX_LATENT_NOISE, generator)
-            mean, variance = latents.mean(dim=(0, 2, 3, 4)), latents.var(dim=(0, 2, 3, 4))
-            moments = (mean.square() + variance - variance.log() - 1).mean()
-            loss = functional.mse_loss(decoded, pixels) + L1_WEIGHT * functional.l1_loss(decoded, pixels)
-            optimizer.zero_grad()
-            (loss + MOMENTS_WEIGHT * moments).backward()
-            torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            average.update_parameters(vae)
-            if step % 20 == 0:
-                progress.set_postfix(psnr=f"{psnr(decoded, pixels):.2f}", moments=f"{moments.item():.3f}")
-        save_vae(average.module, clips.quickstart, folder)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr)
+    progress = tqdm(range(stage.steps), desc=f"vae, frames: {stage.frames}", mininterval=5)
+    for step in progress:
+        pixels = clips.draw(stage)
+        decoded, latents = reconstruct(vae, pixels, stage.max_noise, clips.generator)
+        mean, variance = latents.mean(dim=(0, 2, 3, 4)), latents.var(dim=(0, 2, 3, 4))
+        moments = (mean.square() + variance - variance.log() - 1).mean()
+        loss = functional.mse_loss(decoded, pixels) + L1_WEIGHT * functional.l1_loss(decoded, pixels)
+        optimizer.zero_grad()
+        (loss + MOMENTS_WEIGHT * moments).backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        average.update_parameters(vae)
+        if step % 20 == 0:
+            progress.set_postfix(psnr=f"{psnr(decoded, pixels):.2f}", moments=f"{moments.item():.3f}")
+    return average.module
+
+
+def make_vae(folder: Path, done: int) -> None:
+    """Train the VAE stage by stage, saving after each; the first `done` stages' result is in the folder."""
+    quickstart = quickstart_clips()
+    clips = TrainingClips(quickstart)
+    for number, stage in enumerate(STAGES[done:], start=done):
+        torch.manual_seed(SEED + number)
+        clips.generator.manual_seed(SEED + number)
+        if number == 0:
+            vae = AutoencoderKLWan(**VAE_CONFIG)
+            start_as_pictures(vae)
+        else:
+            vae = AutoencoderKLWan.from_pretrained(folder, torch_dtype=torch.float32)
+        save_vae(train_vae(stage, vae.train(), clips), quickstart, folder)
 
 
 def psnr(decoded: torch.Tensor, pixels: torch.Tensor) -> float:
@@ -287,6 +317,9 @@ def save_vae(vae: AutoencoderKLWan, pixels: torch.Tensor, folder: Path) -> None:
     mean, std = latents.mean(dim=(0, 2, 3, 4)), latents.std(dim=(0, 2, 3, 4))
     vae.register_to_config(latents_mean=_rounded(mean), latents_std=_rounded(std))
     vae.to(torch.bfloat16).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("_name_or_path", None)  # the folder it was loaded from, on this machine
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     logger.info("latents: mean %s, std %s", _rounded(mean), _rounded(std))
     psnrs = psnr_per_clip(vae.to(torch.float32), pixels)
     logger.info("quickstart PSNR of the saved weights: %s dB", [round(value, 2) for value in psnrs])
@@ -302,6 +335,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", nargs="?", type=Path, default=FOLDER)
     parser.add_argument("--text-only", action="store_true", help="leave the VAE that is there")
+    parser.add_argument("--stages-done", type=int, default=0, help="go on from the VAE that is there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the order of sums, and so the result, depends on it
 
@@ -311,9 +345,7 @@ def main() -> None:
     encoder.to(torch.bfloat16).save_pretrained(arguments.target / "text_encoder")
     if arguments.text_only:
         return
-    generator = torch.Generator().manual_seed(SEED)
-    quickstart = quickstart_clips()
-    train_vae(TrainingClips(quickstart, generator), generator, arguments.target / "vae")
+    make_vae(arguments.target / "vae", arguments.stages_done)
 
 
 if __name__ == "__main__":

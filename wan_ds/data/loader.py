@@ -126,8 +126,8 @@ class Loader:
         others = set(active_children())
         with _stop_signals_held():
             reading = iter(loader)
-        # A process that dies of an error still holds the pass; multiprocessing would then ask the deaf workers to
-        # end and wait for them for ever.
+        # A process that dies of an error may still hold the pass, and its workers are deaf to a request to
+        # end.
         at_exit = atexit.register(partial(_kill, set(active_children()) - others))
         try:
             yield from reading

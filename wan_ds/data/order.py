@@ -7,6 +7,7 @@ so every clip comes exactly once per epoch and none is dropped or padded.
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from wan_ds.streams import generator
@@ -25,5 +26,5 @@ def clips_of_step(step: int, global_batch_size: int, num_clips: int, seed: int) 
 
 
 @lru_cache(maxsize=4)  # a step may straddle two epochs; two more for a second dataset in the process
-def _permutation(epoch: int, num_clips: int, seed: int) -> torch.Tensor:
-    return torch.randperm(num_clips, generator=generator(seed, "order", epoch))
+def _permutation(epoch: int, num_clips: int, seed: int) -> np.ndarray:
+    return torch.randperm(num_clips, generator=generator(seed, "order", epoch)).numpy()

@@ -37,6 +37,8 @@ def init_distributed() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if alone:
         os.environ["MASTER_PORT"] = "0"  # any free port: nobody else has to find it
+    # Only its inference calls use this operator, which would be compiled at the first start on a CPU.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT, verbose=False)
 
 

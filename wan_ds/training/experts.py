@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from wan_ds import streams
 from wan_ds.errors import ConfigError
 from wan_ds.flow.timesteps import Interval, Timesteps, expert_intervals, mass
@@ -35,6 +37,7 @@ class Routing:
     ``shares`` maps the experts that train to their expected share of the steps; one or two experts, summing to 1.
     """
 
+    timesteps: Timesteps
     shares: dict[str, float]
     intervals: dict[str, Interval]
     policy: str
@@ -56,8 +59,6 @@ class Routing:
 
     def owner_of(self, sigma: float) -> str:
         """The expert whose interval holds sigma, among all that the model declares."""
-        import torch
-
         value = torch.tensor(sigma, dtype=torch.float32)
         return next(name for name, interval in self.intervals.items() if interval.contains(value))
 
@@ -79,4 +80,5 @@ def plan_routing(
             f"model.boundary={boundary}; change timesteps, or leave the expert out of train.experts"
         )
     total = sum(masses.values())
-    return Routing({name: share / total for name, share in masses.items()}, intervals, policy, seed)
+    shares = {name: share / total for name, share in masses.items()}
+    return Routing(timesteps, shares, intervals, policy, seed)

@@ -43,8 +43,9 @@ def target_of(key: str, settings: dict[str, Any]) -> Any:
 
 def read_clips(config: Config, path: str | None = None) -> list[Clip]:
     """The clips of ``data.path``, or of another folder of the same format; raises DataError."""
-    reader = detect if config.data.reader is None else make("data.reader", config.data.reader)
-    clips = reader(path if path is not None else config.data.path)
+    path = config.data.path if path is None else path
+    reader = detect(path) if config.data.reader is None else make("data.reader", config.data.reader)
+    clips = reader(path)
     return clips if config.data.limit is None else clips[: config.data.limit]
 
 
@@ -70,10 +71,10 @@ def routing_of(config: Config) -> Routing:
     )
 
 
-def objective_of(config: Config) -> FlowMatching:
+def objective_of(config: Config, routing: Routing) -> FlowMatching:
     """What the experts learn."""
     return FlowMatching(
-        make("timesteps", config.timesteps),
+        routing.timesteps,
         target_of("weighting", config.weighting),
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
@@ -109,7 +110,7 @@ def encoded_of(config: Config, clips: list[Clip], encoders: Encoders, *, keep: b
     return Encoded(
         clips,
         read=lambda clip: decode(clip.path, start_seconds=clip.start_seconds, **shape),
-        encode_video=lambda pixels: encode_video(vae, pixels.to(vae.device)),
+        encode_video=lambda pixels: encode_video(vae, pixels),
         encode_text=encoders.text,
         keep=keep,
     )

@@ -88,7 +88,7 @@ def build_loop(  # noqa: PLR0913 - what train.py lists
     return Loop(
         experts=experts,
         routing=routing,
-        objective=parts.objective_of(config),
+        objective=parts.objective_of(config, routing),
         batches=parts.loader_of(config, clips, mesh).batches(first_step, config.train.steps),
         encoded=encoded,
         mesh=mesh,
@@ -133,7 +133,7 @@ def validation(config: Config, encoders: parts.Encoders, encoded: Encoded, routi
     if wanted.path is not None:
         clips = parts.checked_clips(config, wanted.path)
         encoded = parts.encoded_of(config, clips, encoders, keep=True)
-    sigmas = evaluation.levels(parts.make("timesteps", config.timesteps), wanted.sigmas_per_clip)
+    sigmas = evaluation.levels(routing.timesteps, wanted.sigmas_per_clip)
     probes = evaluation.probes(min(wanted.clips, len(encoded.clips)), sigmas, routing.owner_of)
 
     def evaluate(loop: Loop) -> None:
@@ -189,7 +189,7 @@ def sampling(config: Config, encoders: parts.Encoders, encoded: Encoded, tracker
                 width=config.data.width,
                 steps=wanted.steps,
                 guidance=guidance,
-                seeds=[wanted.seed],
+                seeds=[wanted.seed] * len(prompts),
             )
         if not loop.mesh.is_main:
             return
@@ -204,6 +204,16 @@ def sampling(config: Config, encoders: parts.Encoders, encoded: Encoded, tracker
         trackers.media(loop.step, {"samples": target / "contact.png"})
 
     return [callbacks.Periodic(write_videos, wanted.every_steps, wanted.at_start)]
+
+
+def tell_launcher(config: Config, rank: int) -> None:
+    """Write where the finished run is to the file that ``launch/local.sh`` names: its exit code cannot be trusted.
+
+    DeepSpeed's launcher exits 0 when its own child was killed by a signal.
+    """
+    told = os.environ.get("WAN_DS_FINISHED")
+    if told and rank == 0:
+        Path(told).write_text(config.run_dir, encoding="utf-8")
 
 
 def make_deterministic() -> None:

@@ -105,6 +105,8 @@ def generate(  # noqa: PLR0913
     into calls. `guidance`, away from `negative_prompt_embeds` `[1, 512, D]`, is by expert; 1 is none. Experts
     that were in train mode come back in train mode.
     """
+    if len(seeds) != len(prompt_embeds):
+        raise ValueError(f"{len(prompt_embeds)} prompts need as many seeds, not {len(seeds)}")
     experts = _experts(pipeline)
     scales = _scales({name: guidance[name] for name in experts})
     shape = (
@@ -326,7 +328,7 @@ def _finite(values: dict) -> dict:
 
 
 def guidance_of(guidance: float | Mapping[str, float], experts: Sequence[str]) -> dict[str, float]:
-    """Guidance by expert: one number for all of them, or each its own; raises ConfigError if one is missing."""
+    """Guidance by expert: one number for all of them, or each its own; `ConfigError` if one is missing."""
     if not isinstance(guidance, Mapping):
         return dict.fromkeys(experts, float(guidance))
     missing = [name for name in experts if name not in guidance]

@@ -1,0 +1,319 @@
+"""Reading and checking: every shipped recipe works, and what cannot work is refused with what would."""
+
+import copy
+import inspect
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from wan_ds import targets
+from wan_ds.checks import check
+from wan_ds.command_line import parse
+from wan_ds.composition import conf_dir, configure
+from wan_ds.config import Config, Dtype, read, to_dict
+from wan_ds.errors import ConfigError
+from wan_ds.foreign_keys import OFFLOAD_KEYS, REFUSED_ZERO_KEYS, TRANSFORMER_KEYS, ZERO_KEYS, ZERO_SWITCHES
+
+RECIPES = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))
+GROUPS = sorted(
+    path.relative_to(conf_dir()).with_suffix("").as_posix() for path in conf_dir().glob("*/*.yaml")
+)
+
+
+@pytest.fixture(scope="module")
+def composed() -> Config:
+    return configure(parse(["recipe=quickstart"]))
+
+
+@pytest.fixture
+def config(composed) -> Config:
+    return copy.deepcopy(composed)
+
+
+def put(config: Config, key: str, value) -> None:
+    *path, last = key.split(".")
+    holder = config
+    for name in path:
+        holder = holder[name] if isinstance(holder, dict) else getattr(holder, name)
+    if isinstance(holder, dict):
+        holder[last] = value
+    else:
+        setattr(holder, last, value)
+
+
+def refusal(config: Config, world_size: int = 1, **changes) -> str:
+    for key, value in changes.items():
+        put(config, key, value)
+    with pytest.raises(ConfigError) as refused:
+        check(config, world_size)
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_composes_and_passes(recipe):
+    config = configure(parse([f"recipe={recipe}", "data.path=/clips"]))
+    for world_size in (1, 2):
+        check(config, world_size)
+
+
+@pytest.mark.parametrize("choice", [name for name in GROUPS if not name.startswith("recipe/")])
+def test_every_option_of_every_group_passes(choice):
+    group, option = choice.split("/", 1)
+    given = {"model": "quickstart", "data": "quickstart", group: option}
+    typed = [f"{name}={value}" for name, value in given.items()]
+    check(configure(parse([*typed, "data.path=x", "train.steps=1", "train.global_batch_size=8"])), 8)
+
+
+def test_group_files_are_short_and_name_no_machine():
+    for path in conf_dir().rglob("*.yaml"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 25, path
+        assert "#" in text, path
+
+
+def test_the_a14b_recipes_train_what_their_names_say():
+    assert configure(parse(["recipe=wan2.2-t2v-a14b"])).train.experts is None
+    assert configure(parse(["recipe=wan2.2-t2v-a14b-low-noise"])).train.experts == ["low_noise"]
+    assert configure(parse(["recipe=wan2.2-t2v-a14b-high-noise"])).train.experts == ["high_noise"]
+    model = configure(parse(["recipe=wan2.2-t2v-a14b"])).model
+    assert (model.boundary, model.shift, model.guidance) == (
+        0.875,
+        12.0,
+        {"high_noise": 4.0, "low_noise": 3.0},
+    )
+    assert {name: expert.weights for name, expert in model.experts.items()} == {
+        "high_noise": "transformer",
+        "low_noise": "transformer_2",
+    }
+
+
+def test_the_a14b_transformer_is_the_published_size():
+    transformer = configure(parse(["recipe=wan2.2-t2v-a14b"])).model.transformer
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    with torch.device("meta"):
+        model = diffusers.WanTransformer3DModel(**transformer)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 14_288_491_584
+
+
+def test_what_is_written_as_a_dict_reads_back_equal(config):
+    assert read(OmegaConf.create(to_dict(config))) == config
+
+
+def test_a_dict_without_schema_is_held_to_it(config):
+    settings = to_dict(config)
+    settings["train"]["lerning_rate"] = 1
+    with pytest.raises(ConfigError, match=r"train\.lerning_rate"):
+        read(OmegaConf.create(settings))
+
+
+def test_whole_floats_become_counts_in_the_zero_block():
+    config = configure(parse(["recipe=quickstart", "parallelism.zero_optimization.reduce_bucket_size=5e7"]))
+    assert config.parallelism.zero_optimization["reduce_bucket_size"] == 50_000_000
+    assert type(config.parallelism.zero_optimization["reduce_bucket_size"]) is int
+
+
+ZERO = "parallelism.zero_optimization"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fragments"),
+    [
+        ("model.boundary", None, ["model.boundary=null", "between 0 and 1"]),
+        ("model.boundary", 1.0, ["model.boundary=1.0"]),
+        ("model.boundary", 0.0, ["model.boundary=0.0"]),
+        ("model.boundary", float("nan"), ["model.boundary=nan"]),
+        ("model.guidance", {"high_noise": 1.0}, ["model.guidance.low_noise: not set"]),
+        ("model.guidance.all", 1.0, ["model.guidance: all is no expert", "high_noise, low_noise"]),
+        (
+            "sampling.guidance",
+            {"high_noise": 1.0, "low_nois": 1.0},
+            ["sampling.guidance", "did you mean low_noise?"],
+        ),
+        ("sampling.guidance", "a lot", ["sampling.guidance=a lot", "a number"]),
+        ("train.lr_scale", {"low": 1.0}, ["train.lr_scale: low is no expert"]),
+        ("train.lr_scale", {"low_noise": 0.0}, ["train.lr_scale.low_noise=0.0"]),
+        ("train.experts", [], ["train.experts=[]"]),
+        ("train.experts", ["low_noise", "low_noise"], ["train.experts=[low_noise, low_noise]", "once"]),
+        ("train.experts", ["all"], ["all is no expert"]),
+        ("train.steps", 0, ["train.steps=0", "greater than 0"]),
+        ("train.global_batch_size", -2, ["train.global_batch_size=-2"]),
+        ("train.micro_batch_size", 0, ["train.micro_batch_size=0"]),
+        (
+            "train.micro_batch_size",
+            4,
+            ["train.micro_batch_size=4", "6 clips of one rank", "choose 1, 2, 3 or 6"],
+        ),
+        ("train.max_grad_norm", -1.0, ["train.max_grad_norm=-1.0"]),
+        ("train.caption_dropout", 1.0, ["train.caption_dropout=1.0", "less than 1"]),
+        ("train.max_skipped_in_a_row", -1, ["train.max_skipped_in_a_row=-1"]),
+        ("data.num_frames", 80, ["data.num_frames=80", "4n + 1", "choose 77 or 81"]),
+        ("data.num_frames", 0, ["choose 1"]),
+        ("data.height", 70, ["data.height=70", "multiple of 16", "choose 64 or 80"]),
+        ("data.width", 8, ["data.width=8", "choose 16"]),
+        ("data.workers", -1, ["data.workers=-1"]),
+        ("data.limit", 0, ["data.limit=0", "null"]),
+        ("data.fps", 0.0, ["data.fps=0.0"]),
+        ("data.reader", None, ["data.path: no clips named", "data.path=/folder/of/videos"]),
+        ("model.shift", 0.0, ["model.shift=0.0"]),
+        ("timesteps.shift", -1.0, ["timesteps.shift=-1.0"]),
+        (
+            "timesteps._target_",
+            "wan_ds.flow.timesteps.Unifrom",
+            ["did you mean wan_ds.flow.timesteps.Uniform?"],
+        ),
+        ("timesteps._target_", "no.such.module.X", ["no.such.module cannot be imported"]),
+        ("timesteps._target_", "X", ["timesteps._target_=X"]),
+        ("optimizer.lr", -1.0, ["optimizer.lr=-1.0"]),
+        ("optimizer.lr", float("inf"), ["optimizer.lr=inf", "a number"]),
+        ("optimizer.lr", True, ["optimizer.lr=True", "a number"]),
+        ("optimizer.betas", [0.9, "x"], ["optimizer.betas=[0.9, 'x']", "a list such as"]),
+        ("optimizer.params", [], ["optimizer.params", "leave it out"]),
+        ("optimizer.amsgrad", 1, ["optimizer.amsgrad=1", "true or false"]),
+        ("lr_schedule.warmup_steps", -1, ["lr_schedule.warmup_steps=-1"]),
+        ("lr_schedule.flor", 0.1, ["lr_schedule.flor", "did you mean lr_schedule.floor?"]),
+        ("sampling.every_steps", 0, ["sampling.every_steps=0"]),
+        ("evaluation.every_steps", -5, ["evaluation.every_steps=-5"]),
+        ("evaluation.clips", 0, ["evaluation.clips=0"]),
+        ("checkpoint.save_every_steps", 0, ["checkpoint.save_every_steps=0"]),
+        ("checkpoint.keep_last", 0, ["checkpoint.keep_last=0"]),
+        ("tracker.log_every_steps", 0, ["tracker.log_every_steps=0"]),
+        ("precision.trainable_dtype", Dtype.bf16, ["precision.trainable_dtype=bf16", "not built yet"]),
+        ("resume", "/no/such/checkpoint", ["resume=/no/such/checkpoint", "auto, never"]),
+        ("run_dir", "", ["run_dir"]),
+        ("model.transformer.num_layer", 4, ["model.transformer.num_layers"]),
+        ("model.transformer.ffn_dim", "abc", ["model.transformer.ffn_dim=abc", "a whole number from 1"]),
+        ("model.transformer.patch_size", [2, 2], ["model.transformer.patch_size=[2, 2]"]),
+        (f"{ZERO}.stage", 4, [f"{ZERO}.stage=4", "0, 1, 2 or 3"]),
+        (f"{ZERO}.stage", True, ["stage=True"]),
+        (f"{ZERO}.overlap_com", True, ["did you mean", f"{ZERO}.overlap_comm?"]),
+        (f"{ZERO}.reduce_bucket_size", "auto", [f"{ZERO}.reduce_bucket_size=auto"]),
+        (f"{ZERO}.overlap_comm", "maybe", [f"{ZERO}.overlap_comm=maybe", "true or false"]),
+        (f"{ZERO}.reduce_bucket_size", 0.5, [f"{ZERO}.reduce_bucket_size=0.5"]),
+        (
+            f"{ZERO}.offload_optimizer",
+            {"device": "cpu", "buffer_count": "auto"},
+            ["offload_optimizer.buffer_count=auto"],
+        ),
+        (
+            f"{ZERO}.offload_optimizer",
+            {"devise": "cpu"},
+            ["offload_optimizer.devise", "offload_optimizer.device?"],
+        ),
+        (f"{ZERO}.leaf_module", {"classes": ["auto"]}, ["leaf_module.classes.0=auto"]),
+        (f"{ZERO}.sequence_parallel_size", 2, ["parallelism.sp_size"]),
+        (f"{ZERO}.data_parallel_size", 2, ["the mesh is ours"]),
+        (f"{ZERO}.mesh_param", [1, 2], ["the mesh is ours"]),
+        (f"{ZERO}.elastic_checkpoint", True, ["elastic_checkpoint"]),
+        (f"{ZERO}.mics_shard_size", 2, ["MiCS"]),
+        (f"{ZERO}.zero_hpz_partition_size", 8, ["zero_hpz_partition_size=8", "choose 1"]),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_would(config, key, value, fragments):
+    message = refusal(config, **{key: value})
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_offloading_needs_a_stage_that_shards(config):
+    block = config.parallelism.zero_optimization
+    block["offload_param"], block["stage"] = {"device": "cpu"}, 2
+    assert "only stage 3" in refusal(config)
+
+
+def test_one_expert_has_no_boundary_and_two_have_one(config):
+    weights = config.model.experts["low_noise"]
+    config.model.experts = {"all": weights}
+    assert "type model.boundary=null" in refusal(config)
+    config.model.boundary = None
+    config.model.guidance = config.sampling.guidance = {"all": 5.0}
+    check(config, 1)
+
+
+@pytest.mark.parametrize("names", [["high_noise"], ["all", "low_noise"], ["one", "two"], []])
+def test_other_sets_of_experts_are_refused(config, names):
+    weights = config.model.experts["low_noise"]
+    assert "high_noise and low_noise" in refusal(config, **{"model.experts": dict.fromkeys(names, weights)})
+
+
+def test_what_does_not_divide_names_what_does(config):
+    assert "choose 4 or 8, or start 1, 2, 3 or 6 ranks" in refusal(config, world_size=4)
+    config.parallelism.sp_size = 3
+    message = refusal(config, world_size=6)
+    assert "the 6 ranks and the 4 heads of quickstart" in message
+    assert "choose 1 or 2" in message
+
+
+def test_sequence_parallelism_is_not_built_yet(config):
+    config.parallelism.sp_size = 2
+    assert "not built yet; choose 1" in refusal(config, world_size=2)
+
+
+def test_a_model_with_48_channels_has_the_larger_stride(config):
+    config.model.transformer["in_channels"] = 48
+    config.data.height, config.data.width = 704, 1280
+    check(config, 1)
+    config.data.height = 720
+    assert "choose 704 or 736" in refusal(config)
+
+
+def test_resume_may_name_a_folder(config, tmp_path):
+    config.resume = str(tmp_path)
+    check(config, 1)
+
+
+def required(first, second=2.0, *, third: str = "x"):
+    return first, second, third
+
+
+def anything(first: int = 1, **more):
+    return first, more
+
+
+def test_open_groups_are_held_to_the_signature_of_their_target():
+    here = f"{__name__}.required"
+    targets.refuse_misfits("timesteps", {"_target_": here, "first": 1})
+    with pytest.raises(ConfigError, match=r"timesteps\.first: .* needs it"):
+        targets.refuse_misfits("timesteps", {"_target_": here})
+    with pytest.raises(ConfigError, match=r"timesteps\.third=3: must be text"):
+        targets.refuse_misfits("timesteps", {"_target_": here, "first": 1, "third": 3})
+    with pytest.raises(ConfigError, match=r"names no class"):
+        targets.refuse_misfits("timesteps", {"first": 1})
+    targets.refuse_misfits(
+        "timesteps", {"_target_": f"{__name__}.anything", "whatever": 1, "_partial_": True}
+    )
+    with pytest.raises(ConfigError, match=r"timesteps\.first=x: must be a whole number"):
+        targets.refuse_misfits("timesteps", {"_target_": f"{__name__}.anything", "first": "x"})
+
+
+def test_the_zero_block_knows_deepspeeds_own_fields():
+    zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    offload = pytest.importorskip("deepspeed.runtime.zero.offload_config")
+    names, switches = set(), set()
+    for name, field in zero.DeepSpeedZeroConfig.model_fields.items():
+        if not (field.json_schema_extra or {}).get("deprecated"):
+            names |= {name, field.alias} - {None}
+        if field.annotation in (bool, bool | None):
+            switches |= {name, field.alias} & ZERO_KEYS
+    assert names - set(REFUSED_ZERO_KEYS) == ZERO_KEYS
+    assert switches == ZERO_SWITCHES
+    assert set(offload.DeepSpeedZeroOffloadOptimizerConfig.model_fields) == OFFLOAD_KEYS["offload_optimizer"]
+    assert set(offload.DeepSpeedZeroOffloadParamConfig.model_fields) == OFFLOAD_KEYS["offload_param"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((conf_dir() / "parallelism").glob("*.yaml")), ids=lambda path: Path(path).stem
+)
+def test_deepspeed_takes_every_parallelism_option(path):
+    zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    block = OmegaConf.to_container(OmegaConf.load(path))["zero_optimization"]
+    assert zero.DeepSpeedZeroConfig(**block).stage == block["stage"]
+
+
+def test_the_transformer_knows_diffusers_own_arguments():
+    diffusers = pytest.importorskip("diffusers")
+    names = set(inspect.signature(diffusers.WanTransformer3DModel.__init__).parameters) - {"self"}
+    assert names == TRANSFORMER_KEYS

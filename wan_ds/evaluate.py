@@ -1,0 +1,86 @@
+"""Routed validation loss of a run, in one process: each clip and noise level goes to the expert that owns it.
+
+    python scripts/evaluate.py run=runs/mine [checkpoint=step_00000100] [path=~/other/clips]
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from omegaconf import MISSING
+
+from wan_ds.command_line import simple_command
+from wan_ds.errors import CheckpointError
+from wan_ds.sample import load_experts, run_config
+from wan_ds.training import checkpoint as checkpoints
+from wan_ds.training import evaluation, parts
+from wan_ds.training.meters import Meters
+
+
+@dataclass
+class EvaluateOptions:
+    run: str = field(default=MISSING, metadata={"help": "the run's folder", "path": True})
+    checkpoint: str = field(default="latest", metadata={"help": "latest, or a folder's name: step_00000100"})
+    path: str | None = field(
+        default=None, metadata={"help": "clips; default: evaluation.path, else the training clips", "path": True}
+    )
+    clips: int | None = field(default=None, metadata={"help": "default: the run's, as the next"})
+    sigmas_per_clip: int | None = None
+    batch_size: int = field(default=1, metadata={"help": "clips in one forward; changes no number"})
+
+
+def main(options: EvaluateOptions) -> int:
+    """Print the loss of each expert and of all, and write it to the run's `evaluation/<checkpoint>.json`."""
+    run = Path(options.run)
+    config = run_config(run)
+    folder = checkpoints.find(run, options.checkpoint)
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = options.path or config.evaluation.path
+    clips = parts.checked_clips(config, path)
+    encoded = parts.encoded_of(config, clips, parts.load_encoders(config, where), keep=True)
+    experts = load_experts(config, folder, where)
+    routing = parts.routing_of(config)
+    sigmas = evaluation.levels(routing.timesteps, options.sigmas_per_clip or config.evaluation.sigmas_per_clip)
+    count = min(options.clips or config.evaluation.clips, len(clips))
+    probes = evaluation.probes(count, sigmas, routing.owner_of)
+    absent = set(probes) - set(experts)
+    if absent:
+        raise CheckpointError(f"{folder} lacks {', '.join(sorted(absent))}, which owns some of the noise levels")
+    autocast = torch.autocast(where.type, torch.bfloat16, enabled=config.precision.compute_dtype.name == "bf16")
+    with autocast:
+        losses = {
+            name: evaluation.probe_losses(
+                routed,
+                sigmas,
+                encoded.latents,
+                encoded.prompt,
+                experts[name],
+                seed=config.seed,
+                batch_size=options.batch_size,
+            )
+            for name, routed in probes.items()
+        }
+    step = checkpoints.read_state(folder).step
+    meters = Meters()
+    meters.add(step, evaluation.summary(losses, probes, sigmas))
+    (record,) = meters.flush()
+    target = run / "evaluation" / f"{folder.name}.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps(record | {"clips": count, "path": path or config.data.path}, indent=2))
+    sys.stdout.write(table(record, {name: len(routed) for name, routed in probes.items()}) + f"\n{target}\n")
+    return 0
+
+
+def table(record: dict, counts: dict[str, int]) -> str:
+    """The losses as a person reads them."""
+    lines = [f"{'expert':<12}{'clips x levels':>16}{'loss':>10}"]
+    lines += [f"{name:<12}{count:>16}{record[f'eval/{name}/loss']:>10.4f}" for name, count in counts.items()]
+    error = record["eval/loss_stderr"]
+    lines.append(f"{'all':<12}{sum(counts.values()):>16}{record['eval/loss']:>10.4f} +- {error:.4f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    simple_command(EvaluateOptions, main)
