@@ -1,6 +1,7 @@
-"""The directions of dependencies: entry points -> training -> leaves -> {errors, streams}."""
+"""The directions of dependencies: entry points, config -> training -> leaves -> {errors, streams}."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ MODULES = {path.relative_to(PACKAGE).with_suffix(""): path for path in sorted(PA
 
 FOUNDATIONS = {"errors", "streams"}
 LEAVES = {"flow", "models", "data", "parallel", "interop"}
+ENTRY_POINTS = {"train", "sample", "evaluate"}
 MAY_SEE_SETTINGS = {"training/parts", "training/run"}  # they turn settings into what the others are given
 MAY_IMPORT_DEEPSPEED = {"training/engine", "parallel/ulysses"}
 
@@ -41,13 +43,32 @@ def allowed(part: str) -> set[str]:
     return FOUNDATIONS | LEAVES | {"training"}
 
 
+def test_every_module_has_a_layer():
+    known = FOUNDATIONS | LEAVES | ENTRY_POINTS | {"training", "config", "assets", "__init__"}
+    assert {module.parts[0] for module in MODULES} <= known
+
+
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_dependencies_point_one_way(module):
     part = module.parts[0]
     if part in FOUNDATIONS | LEAVES | {"training"}:
-        settings = {"config", "targets"} if module.as_posix() in MAY_SEE_SETTINGS else set()
+        settings = {"config"} if module.as_posix() in MAY_SEE_SETTINGS else set()
         wrong = parts_of_ours(imported(MODULES[module])) - allowed(part) - settings
         assert not wrong, f"wan_ds/{module}.py imports wan_ds.{'/'.join(sorted(wrong))}"
+
+
+def test_the_configuration_knows_nothing_of_models_and_entry_points():
+    for module in [module for module in MODULES if module.parts[0] == "config"]:
+        names = imported(MODULES[module])
+        assert parts_of_ours(names) <= FOUNDATIONS | {"config", "training"}, module
+        ours = {name for name in names if name.startswith("wan_ds.training.")}
+        assert all(name.startswith("wan_ds.training.run_folder") for name in ours), module
+
+
+def test_importing_the_settings_is_cheap():
+    code = "import sys, wan_ds.config; print(*{'torch', 'deepspeed', 'diffusers'} & set(sys.modules))"
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == []
 
 
 def test_the_mathematics_imports_torch_alone():
@@ -67,9 +88,7 @@ def test_deepspeed_is_imported_where_its_traps_are_known():
 def test_what_takes_tensors_sees_no_configuration():
     for module, path in MODULES.items():
         names = {name.split(".")[0] for name in imported(path)} & {"omegaconf", "hydra"}
-        assert not names or len(module.parts) == 1 and module.name not in FOUNDATIONS, (
-            f"{module} imports {names}"
-        )
+        assert not names or module.parts[0] in ENTRY_POINTS | {"config"}, f"{module} imports {names}"
 
 
 def test_no_module_is_a_drawer_for_everything():

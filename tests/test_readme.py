@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from wan_ds.checks import check
-from wan_ds.command_line import options, parse
-from wan_ds.composition import configure
-from wan_ds.config import to_dict
+from wan_ds.config import check, to_dict
+from wan_ds.config.command_line import options, parse
+from wan_ds.config.composition import configure
 from wan_ds.training import run_folder
 
 ROOT = Path(__file__).parents[1]

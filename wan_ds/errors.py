@@ -2,7 +2,8 @@
 
 
 class ConfigError(ValueError):
-    """A setting is unknown, wrong or contradicts another one; the message names the key and what would work."""
+    """A setting is unknown, wrong or contradicts another one; the message names the key and what would
+    work."""
 
 
 class DataError(ValueError):

@@ -1,6 +1,6 @@
 """Routed validation loss of a run, in one process: each clip and noise level goes to the expert that owns it.
 
-    python scripts/evaluate.py run=runs/mine [checkpoint=step_00000100] [path=~/other/clips]
+python scripts/evaluate.py run=runs/mine [checkpoint=step_00000100] [path=~/other/clips]
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from omegaconf import MISSING
 
-from wan_ds.command_line import simple_command
+from wan_ds.config.command_line import simple_command
 from wan_ds.errors import CheckpointError
 from wan_ds.sample import load_experts, run_config
 from wan_ds.training import checkpoint as checkpoints
@@ -24,7 +24,8 @@ class EvaluateOptions:
     run: str = field(default=MISSING, metadata={"help": "the run's folder", "path": True})
     checkpoint: str = field(default="latest", metadata={"help": "latest, or a folder's name: step_00000100"})
     path: str | None = field(
-        default=None, metadata={"help": "clips; default: evaluation.path, else the training clips", "path": True}
+        default=None,
+        metadata={"help": "clips; default: evaluation.path, else the training clips", "path": True},
     )
     clips: int | None = field(default=None, metadata={"help": "default: the run's, as the next"})
     sigmas_per_clip: int | None = None
@@ -42,13 +43,19 @@ def main(options: EvaluateOptions) -> int:
     encoded = parts.encoded_of(config, clips, parts.load_encoders(config, where), keep=True)
     experts = load_experts(config, folder, where)
     routing = parts.routing_of(config)
-    sigmas = evaluation.levels(routing.timesteps, options.sigmas_per_clip or config.evaluation.sigmas_per_clip)
+    sigmas = evaluation.levels(
+        routing.timesteps, options.sigmas_per_clip or config.evaluation.sigmas_per_clip
+    )
     count = min(options.clips or config.evaluation.clips, len(clips))
     probes = evaluation.probes(count, sigmas, routing.owner_of)
     absent = set(probes) - set(experts)
     if absent:
-        raise CheckpointError(f"{folder} lacks {', '.join(sorted(absent))}, which owns some of the noise levels")
-    autocast = torch.autocast(where.type, torch.bfloat16, enabled=config.precision.compute_dtype.name == "bf16")
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(sorted(absent))}, which owns some of the noise levels"
+        )
+    autocast = torch.autocast(
+        where.type, torch.bfloat16, enabled=config.precision.compute_dtype.name == "bf16"
+    )
     with autocast:
         losses = {
             name: evaluation.probe_losses(

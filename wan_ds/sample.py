@@ -15,8 +15,8 @@ from diffusers import AutoencoderKLWan
 from omegaconf import MISSING, OmegaConf
 from torch import Tensor
 
-from wan_ds.command_line import simple_command
 from wan_ds.config import Config, Dtype, read
+from wan_ds.config.command_line import simple_command
 from wan_ds.data.clips import Clip, decode
 from wan_ds.errors import CheckpointError, ConfigError, DataError
 from wan_ds.models.encoders import clean, decode_latents, encode_video

@@ -1,4 +1,5 @@
-"""Random draws that are functions of what they belong to (seed, step, slot), never of a rank, worker or micro-batch.
+"""Random draws that are functions of what they belong to (seed, step, slot), never of a rank, worker or
+micro-batch.
 
 Every number that training draws comes from a generator made here from a key, so that any layout of ranks and
 micro-batches sees the same numbers and a resumed run needs no saved generator state.
@@ -14,7 +15,8 @@ def _digest(seed: int, key: tuple[int | str, ...]) -> int:
 
 
 def generator(seed: int, *key: int | str) -> torch.Generator:
-    """A CPU generator that depends on ``seed`` and ``key`` alone; keys that differ anywhere give unrelated streams."""
+    """A CPU generator that depends on ``seed`` and ``key`` alone; keys that differ anywhere give unrelated
+    streams."""
     return torch.Generator().manual_seed(_digest(seed, key))
 
 

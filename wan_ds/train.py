@@ -6,8 +6,8 @@ deepspeed --num_gpus 2 scripts/train.py recipe=quickstart
 import os
 from pathlib import Path
 
-from wan_ds.command_line import command
 from wan_ds.config import Config, to_dict
+from wan_ds.config.command_line import command
 from wan_ds.training import logs, run_folder
 
 

@@ -146,6 +146,12 @@ def test_the_clips_are_three_spans_with_captions():
     assert all(clip.path.is_file() for clip in clips)
 
 
+def test_a_folder_that_is_named_is_read_in_place_of_the_demo(tmp_path):
+    (tmp_path / "mine.mp4").write_bytes(DemoClips()(None)[0].path.read_bytes())
+    (tmp_path / "mine.txt").write_text("my own clip")
+    assert [(clip.key, clip.caption) for clip in DemoClips()(str(tmp_path))] == [("mine.mp4", "my own clip")]
+
+
 def test_the_lora_clip_is_another_span_of_a_default_video():
     (stretching,) = DemoClips(["bunny_stretching"])(None)
     bunny = next(clip for clip in DemoClips()(None) if clip.key == "bunny")

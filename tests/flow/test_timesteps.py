@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from wan_ds.flow.path import latents_from, mix, noise_from, shifted, timestep, unshifted, velocity
-from wan_ds.flow.timesteps import Interval, LogitNormal, Uniform, expert_intervals, mass, stratified, truncated
+from wan_ds.flow.timesteps import (
+    Interval,
+    LogitNormal,
+    Uniform,
+    expert_intervals,
+    mass,
+    stratified,
+    truncated,
+)
 from wan_ds.flow.weighting import bell, constant
 
 DISTRIBUTIONS = [Uniform(), Uniform(3.0), Uniform(12.0), LogitNormal(), LogitNormal(0.5, 1.3, 5.0)]
@@ -30,7 +38,8 @@ def test_median_of_shifted_sigma_is_s_over_one_plus_s(make, shift):
     assert make(shift).quantile(torch.tensor(0.5)).item() == pytest.approx(shift / (1 + shift), abs=1e-12)
 
 
-# The shares of the high-noise expert that invariants of the models give for a uniform draw, by boundary and shift.
+# The shares of the high-noise expert that invariants of the models give for a uniform draw,
+# by boundary and shift.
 UNIFORM_SHARES = {
     0.875: {1: 0.125, 3: 0.300, 5: 0.4167, 8: 0.5333, 12: 0.6316},
     0.900: {1: 0.100, 3: 0.250, 5: 0.3571, 8: 0.4706, 12: 0.5714},
@@ -45,14 +54,16 @@ LOGIT_NORMAL_SHARES = {
 @pytest.mark.parametrize("shift", [1, 3, 5, 8, 12])
 def test_share_of_the_high_noise_expert(boundary, shift):
     high = expert_intervals(boundary)["high_noise"]
-    assert mass(Uniform(shift), high) == pytest.approx(1 - boundary / (shift - (shift - 1) * boundary), abs=1e-12)
-    assert mass(Uniform(shift), high) == pytest.approx(UNIFORM_SHARES[boundary][shift], abs=5e-5)
-    assert mass(LogitNormal(shift=shift), high) == pytest.approx(LOGIT_NORMAL_SHARES[boundary][shift], abs=5e-4)
+    uniform, logit_normal = mass(Uniform(shift), high), mass(LogitNormal(shift=shift), high)
+    assert uniform == pytest.approx(1 - boundary / (shift - (shift - 1) * boundary), abs=1e-12)
+    assert uniform == pytest.approx(UNIFORM_SHARES[boundary][shift], abs=5e-5)
+    assert logit_normal == pytest.approx(LOGIT_NORMAL_SHARES[boundary][shift], abs=5e-4)
 
 
 def test_masses_of_the_experts_sum_to_one():
     for timesteps in DISTRIBUTIONS:
-        assert sum(mass(timesteps, i) for i in expert_intervals(0.875).values()) == pytest.approx(1, abs=1e-12)
+        masses = [mass(timesteps, interval) for interval in expert_intervals(0.875).values()]
+        assert sum(masses) == pytest.approx(1, abs=1e-12)
 
 
 @pytest.mark.parametrize("boundary", [0.875, 0.9, 0.1])
@@ -77,7 +88,7 @@ def test_ownership_agrees_with_the_pipelines_comparison_of_timesteps():
 @pytest.mark.parametrize("timesteps", DISTRIBUTIONS, ids=str)
 @pytest.mark.parametrize("expert", ["high_noise", "low_noise"])
 def test_truncated_draws_are_the_true_conditional(timesteps, expert):
-    """Against rejection from the whole distribution, the definition of a conditional, by Kolmogorov-Smirnov."""
+    """Against rejection from the whole distribution, which defines a conditional, by Kolmogorov-Smirnov."""
     interval = expert_intervals(0.875)[expert]
     rng = torch.Generator().manual_seed(0)
     sigma = truncated(timesteps, interval, torch.rand(20_000, generator=rng, dtype=torch.float64))
@@ -103,7 +114,8 @@ def test_a_draw_at_the_very_edge_stays_inside_in_float32():
     edge = truncated(Uniform(5.0), low, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
     assert low.contains(edge).all()
     high = expert_intervals(0.9)["high_noise"]
-    assert high.contains(truncated(Uniform(5.0), high, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))).all()
+    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert high.contains(truncated(Uniform(5.0), high, ends)).all()
 
 
 def test_stratified_draws_fill_each_stratum_once_and_stay_uniform():
@@ -132,7 +144,8 @@ def test_path_identities():
     torch.testing.assert_close(latents_from(noised, v, sigma), latents)
     torch.testing.assert_close(noise_from(noised, v, sigma), noise)
     assert torch.equal(mix(latents, noise, 0.0), latents) and torch.equal(mix(latents, noise, 1.0), noise)
-    torch.testing.assert_close(mix(latents, noise, sigma + 1e-3) - noised, 1e-3 * v)  # v is d noised / d sigma
+    moved = mix(latents, noise, sigma + 1e-3) - noised
+    torch.testing.assert_close(moved, 1e-3 * v)  # v is d noised / d sigma
     torch.testing.assert_close(unshifted(shifted(sigma, 5.0), 5.0), sigma)
     torch.testing.assert_close(shifted(shifted(sigma, 3.0), 4.0), shifted(sigma, 12.0))  # shifts multiply
     assert timestep(torch.tensor(0.99839)).item() == pytest.approx(998.39, abs=1e-4)

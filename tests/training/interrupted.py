@@ -2,10 +2,9 @@
 
     python tests/training/interrupted.py plan.json
 
-The plan is a list of {"arguments": [...], "moment": [name, step]}. What costs in a start is importing torch and
-DeepSpeed, so this process imports and then forks the two ranks of each start. Writes the ranks' exit codes to
-plan.json's folder as codes.json.
-"""
+The plan is a list of {"arguments": [...], "moment": [name, step]}. What costs in a start is importing torch
+and DeepSpeed, so this process imports and then forks the two ranks of each start. Writes the ranks' exit
+codes to plan.json's folder as codes.json. """
 
 import json
 import os
@@ -18,10 +17,9 @@ from pathlib import Path
 import torch
 
 import wan_ds.training.run  # noqa: F401 - so that the ranks need not
-from wan_ds.command_line import command
+from wan_ds.config.command_line import command
 from wan_ds.train import main
 from wan_ds.training import checkpoint, loop
-from wan_ds.training.engine import Engine
 
 torch.set_num_threads(1)
 RANKS = 2
@@ -37,12 +35,16 @@ def kill_all(pids: Path) -> None:
 def arrange(moment: str | None, step: int, rank: int, pids: Path) -> None:
     """Make this rank's code call `kill_all`, or send itself a signal, at the moment."""
     if moment == "inside a step":
-        after(loop.Loop, "window", lambda running, *_: rank == 0 and running.step + 1 == step and kill_all(pids))
+        after(
+            loop.Loop, "window", lambda running, *_: rank == 0 and running.step + 1 == step and kill_all(pids)
+        )
     elif moment == "signal":
         after(
             loop.Loop,
             "window",
-            lambda running, *_: rank == 1 and running.step + 1 == step and os.kill(os.getpid(), signal.SIGTERM),
+            lambda running, *_: (
+                rank == 1 and running.step + 1 == step and os.kill(os.getpid(), signal.SIGTERM)
+            ),
         )
     elif moment == "before the save":
         before(checkpoint, "save", lambda _, state, *__: rank == 0 and state.step == step and kill_all(pids))
@@ -90,10 +92,8 @@ def shards_of_rank_0(step: int, rank: int, pids: Path) -> None:
                 kill_all(pids)
         else:
             original(self, state_dict, path)
-        return None
 
     TorchCheckpointEngine.save = save
-    assert Engine.save
 
 
 def start(arguments: list[str], moment: list | None, folder: Path) -> list[int]:

@@ -85,7 +85,9 @@ def _on_ranks(world_size):
         share = evaluation.share_of_rank(routed, dist.get_rank(), world_size)
         own = torch.tensor([10.0 * p.clip + p.level for p in share], dtype=torch.float64)
         gathered[name] = evaluation.gathered(own, len(routed))
-    return gathered, {name: len(evaluation.share_of_rank(r, dist.get_rank(), world_size)) for name, r in PROBES.items()}
+    return gathered, {
+        name: len(evaluation.share_of_rank(r, dist.get_rank(), world_size)) for name, r in PROBES.items()
+    }
 
 
 def test_ranks_share_the_work_and_give_the_same_losses_in_order(world2):

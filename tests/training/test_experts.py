@@ -42,7 +42,9 @@ def test_the_expert_of_a_step_depends_on_seed_and_step_alone():
     one, other = routing(*T2V[:2], seed=3), routing(*T2V[:2], seed=3)
     torch.rand(10)  # a global generator that moved on must not matter
     assert [one.expert_of(s) for s in range(200)] == [other.expert_of(s) for s in reversed(range(200))][::-1]
-    assert [one.expert_of(s) for s in range(200)] != [routing(*T2V[:2], seed=4).expert_of(s) for s in range(200)]
+    assert [one.expert_of(s) for s in range(200)] != [
+        routing(*T2V[:2], seed=4).expert_of(s) for s in range(200)
+    ]
 
 
 def test_one_expert_alone_takes_every_step():
@@ -53,7 +55,10 @@ def test_one_expert_alone_takes_every_step():
 
 def test_a_model_without_a_boundary_has_one_expert_for_all_of_sigma():
     plan = routing(None, 5.0)
-    assert plan.counts(10) == {"all": 10} and (plan.intervals["all"].low, plan.intervals["all"].high) == (0, 1)
+    assert plan.counts(10) == {"all": 10} and (plan.intervals["all"].low, plan.intervals["all"].high) == (
+        0,
+        1,
+    )
 
 
 def test_an_expert_that_the_distribution_never_reaches_is_refused():

@@ -44,12 +44,15 @@ class _Watch:
 
 
 def plain(lr, steps, global_batch_size=4, caption_dropout=0.2, max_norm=1.0):
-    """The same run in one process by stock diffusers and torch: the reference, sharing only the draws' streams."""
+    """The same run in one process by stock diffusers and torch: the reference, sharing only the draws'
+    streams."""
     models, optimizers = {}, {}
     for name in ("high_noise", "low_noise"):
         models[name] = WanTransformer3DModel(**tiny.ARCHITECTURE)
         models[name].load_state_dict(tiny.model(name).state_dict())
-        decayed = [p for n, p in models[name].named_parameters() if p.ndim > 1 and "scale_shift_table" not in n]
+        decayed = [
+            p for n, p in models[name].named_parameters() if p.ndim > 1 and "scale_shift_table" not in n
+        ]
         rest = [p for n, p in models[name].named_parameters() if p.ndim == 1 or "scale_shift_table" in n]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         optimizers[name] = torch.optim.AdamW(groups, lr=lr)
@@ -84,7 +87,9 @@ def plain(lr, steps, global_batch_size=4, caption_dropout=0.2, max_norm=1.0):
 
 def _bell(t):
     grid = [math.exp(-2 * ((x - 500) / 1000) ** 2) for x in range(1, 1001)]
-    return max(0.0, math.exp(-2 * ((t - 500) / 1000) ** 2) - min(grid)) * 1000 / (sum(grid) - 1000 * min(grid))
+    return (
+        max(0.0, math.exp(-2 * ((t - 500) / 1000) ** 2) - min(grid)) * 1000 / (sum(grid) - 1000 * min(grid))
+    )
 
 
 def _order(positions):
@@ -94,9 +99,12 @@ def _order(positions):
     return order
 
 
-@pytest.mark.parametrize(("stage", "lr"), [(3, 1e-3), (3, 1e-4), (3, 1e-5), (2, 1e-3), (2, 1e-5), (1, 1e-4), (0, 1e-3)])
+@pytest.mark.parametrize(
+    ("stage", "lr"), [(3, 1e-3), (3, 1e-4), (3, 1e-5), (2, 1e-3), (2, 1e-5), (1, 1e-4), (0, 1e-3)]
+)
 def test_two_ranks_of_zero_equal_one_process_of_plain_adamw(world2, stage, lr):
-    """5 steps in float32. Weights to 1% of the distance an Adam step covers: 5 steps of lr, less rounding of sums."""
+    """5 steps in float32. Weights to 1% of the distance an Adam step covers: 5 steps of lr, less rounding
+    of sums."""
     (records, weights, _), other = world2.run(trained, stage, lr)
     losses, norms, reference = plain(lr, STEPS)
     assert {r["expert"] for r in records} == {"high_noise", "low_noise"}
@@ -147,7 +155,9 @@ def _step_of_one(stage, poisoned):
     if poisoned and dist.get_rank() == 1:
         loop.encoded._latents = {index: torch.full(tiny.LATENTS, math.nan) for index in range(tiny.CLIPS)}
     loop.train_step()
-    unchanged = {name: tiny.equal(before[name], tiny.state_of(expert)) for name, expert in loop.experts.items()}
+    unchanged = {
+        name: tiny.equal(before[name], tiny.state_of(expert)) for name, expert in loop.experts.items()
+    }
     return active, unchanged, {name: (e.skipped, e.skipped_in_a_row) for name, e in loop.experts.items()}
 
 
@@ -199,7 +209,11 @@ def _diverge():
 def test_training_stops_after_too_many_skips_in_a_row(world2):
     for step, message in world2.run(_diverge):
         assert step == 3
-        assert "low_noise" in message and "3 times in a row" in message and "train.max_skipped_in_a_row" in message
+        assert (
+            "low_noise" in message
+            and "3 times in a row" in message
+            and "train.max_skipped_in_a_row" in message
+        )
 
 
 def test_a_finite_loss_passes_unchanged_and_any_other_becomes_nan_with_its_gradient():
@@ -237,7 +251,10 @@ def test_the_guard_is_silent_when_everything_trains(world2, stage):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_guard_names_a_parameter_without_gradient(world2, stage):
     for message in world2.run(_guarded, stage, "unused"):
-        assert "2 trainable parameters without a finite, non-zero gradient (unused.weight, unused.bias)" in message
+        assert (
+            "2 trainable parameters without a finite, non-zero gradient (unused.weight, unused.bias)"
+            in message
+        )
 
 
 def _frozen_that_moves():

@@ -16,6 +16,9 @@ ROOT = Path(__file__).parents[2]
 STEPS, SAVE_EVERY = 12, 3
 SMALL = [
     "recipe=quickstart",
+    "timesteps=uniform",
+    "model.shift=5",
+    "train.routing.policy=balanced",
     "model.transformer.num_layers=1",
     "model.transformer.ffn_dim=64",
     "data.height=32",
@@ -49,7 +52,13 @@ def runs(folder: Path, plan: list) -> list:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("w") as log:
         subprocess.run(
-            [sys.executable, script, path], env=environment, cwd=folder, check=True, timeout=240, stderr=log, stdout=log
+            [sys.executable, script, path],
+            env=environment,
+            cwd=folder,
+            check=True,
+            timeout=240,
+            stderr=log,
+            stdout=log,
         )
     return json.loads((folder / "codes.json").read_text())
 
@@ -65,7 +74,10 @@ def records(run: Path) -> list[dict]:
 
 def test_a_run_killed_at_six_moments_ends_as_one_that_never_was(tmp_path):
     straight = {"arguments": [*SMALL, "run_dir=straight"], "moment": None}
-    plan = [straight, *({"arguments": [*SMALL, "run_dir=killed"], "moment": moment} for moment in [*MOMENTS, None])]
+    plan = [
+        straight,
+        *({"arguments": [*SMALL, "run_dir=killed"], "moment": moment} for moment in [*MOMENTS, None]),
+    ]
     codes = runs(tmp_path, plan)
     assert codes == [[0, 0], *[KILLED] * 6, [143, 143], [0, 0]], (tmp_path / "log").read_text()[-3000:]
 

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from PIL import Image
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
-from wan_ds import command_line, sample, streams
-from wan_ds.config import read, to_dict
+from wan_ds import sample, streams
+from wan_ds.config import command_line, read, to_dict
 from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.models.transformer import WanTransformer
 from wan_ds.training import checkpoint as checkpoints

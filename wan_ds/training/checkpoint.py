@@ -5,24 +5,27 @@
     checkpoints/step_00000100/COMPLETE         every file above with its size; written last
     checkpoints/latest                         the newest folder's name
 
-A folder is written beside its place, checked by all ranks, renamed, and only then named in ``latest``. Whatever
-moment a run is killed at, the newest complete folder is whole.
-"""
+A folder is written beside its place, checked by all ranks, renamed, and only then named in ``latest``.
+Whatever moment a run is killed at, the newest complete folder is whole. """
 
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from wan_ds.errors import CheckpointError
-from wan_ds.parallel.reduce import any_rank, host_group
+from wan_ds.parallel.reduce import any_rank
+
+if TYPE_CHECKING:  # importing it takes seconds, and whoever only reads folders need not wait
+    from wan_ds.training.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,8 @@ class ExpertState:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a run has to know beside the engines' own state; draws and data order are functions of seed and step."""
+    """What a run has to know beside the engines' own state; draws and data order are functions of seed and
+    step."""
 
     step: int
     planned_steps: int
@@ -61,39 +65,48 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def save(checkpoints: Path, state: TrainerState, engines: Mapping[str, object], keep_last: int) -> Path:
-    """Write a checkpoint; a collective. Raises CheckpointError on every rank if any rank could not write its part."""
+def save(checkpoints: Path, state: TrainerState, engines: Mapping[str, "Engine"], keep_last: int) -> Path:
+    """Write a checkpoint; a collective. Raises CheckpointError on every rank if any could not do its part."""
     target = checkpoints / folder_name(state.step)
     unfinished = target.with_name(target.name + _UNFINISHED)
     is_main = dist.get_rank() == 0
-    if is_main:
+
+    def make_room() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    dist.barrier(group=host_group())
-    failure = write_shards(unfinished, engines)
-    if any_rank(failure is not None):
-        raise CheckpointError(f"{target} was not written: {failure or 'another rank could not write its part'}")
-    if is_main:
+
+    def write_shards() -> None:
+        for expert, engine in engines.items():
+            engine.save(unfinished, expert)
+
+    def finish() -> None:
         seal(unfinished, state)
         publish(unfinished, target)
         point_latest(checkpoints, target.name)
         remove_old(checkpoints, keep_last)
-    dist.barrier(group=host_group())
+
+    together(make_room if is_main else None, target)
+    together(write_shards, target)
+    together(finish if is_main else None, target)
     return target
 
 
-def write_shards(folder: Path, engines: Mapping[str, object]) -> str | None:
-    """Each expert's weights, moments and counters; None, or why this rank could not."""
+def together(part: Callable[[], None] | None, target: Path) -> None:
+    """Do this rank's part; raises CheckpointError on every rank if any failed, so that none waits in vain."""
+    failure = None
     try:
-        for expert, engine in engines.items():
-            engine.save(folder, expert)
+        if part is not None:
+            part()
     except (OSError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        failure = f"{type(error).__name__}: {error}"
+    if any_rank(failure is not None):
+        reason = failure or "another rank could not write its part"
+        raise CheckpointError(f"{target} was not written: {reason}; older checkpoints are as they were")
 
 
 def seal(folder: Path, state: TrainerState) -> None:
-    """Write the trainer's state, then the marker that lists every file with its size, and wait for the disk."""
+    """Write the trainer's state, then the marker that lists every file with its size, and wait for the
+    disk."""
     (folder / STATE).write_text(json.dumps(asdict(state) | {"finished": state.is_finished}, indent=2))
     sizes = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -107,11 +120,13 @@ def seal(folder: Path, state: TrainerState) -> None:
 
 
 def publish(unfinished: Path, target: Path) -> None:
-    """Give the folder its name. One of that name can only be an incomplete one, or of a step that was run again."""
+    """Give the folder its name; one of that name, from a step that is run again, makes way only now."""
+    former = target.with_name(f"{target.name}.former{_UNFINISHED}")
     if target.exists():
-        shutil.rmtree(target)
+        os.replace(target, former)
     os.replace(unfinished, target)
     _sync_folder(target.parent)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def point_latest(checkpoints: Path, name: str) -> None:
@@ -168,9 +183,8 @@ def fault(folder: Path) -> str | None:
 def newest(checkpoints: Path) -> Path | None:
     """The newest complete folder, whatever ``latest`` says; None if there is no step folder at all.
 
-    Incomplete ones are named in the log. Raises CheckpointError if there are step folders but not one is complete:
-    starting anew beside them must be somebody's decision.
-    """
+    Incomplete ones are named in the log. Raises CheckpointError if there are step folders but not one is
+    complete: starting anew beside them must be somebody's decision. """
     faults = []
     for folder in reversed(_folders(checkpoints)):
         reason = fault(folder)
@@ -180,14 +194,16 @@ def newest(checkpoints: Path) -> Path | None:
         log.warning("passing over the checkpoint %s: %s", folder, reason)
     if faults:
         raise CheckpointError(
-            "no checkpoint of this run is complete; move them away to start anew, or choose another run_name. "
+            "no checkpoint of this run is complete; move them away to start anew, or choose another "
+            "run_name. "
             + "; ".join(faults)
         )
     return None
 
 
 def find(run: Path, which: str) -> Path:
-    """The checkpoint ``latest`` or ``step_<8 digits>`` of a run, or the folder itself; raises CheckpointError."""
+    """The checkpoint ``latest`` or ``step_<8 digits>`` of a run, or the folder itself; raises
+    CheckpointError."""
     checkpoints = run / "checkpoints"
     if which == "latest":
         folder = newest(checkpoints)
@@ -214,15 +230,16 @@ def warn_of_owner(folder: Path) -> None:
     owner = folder.stat().st_uid
     if owner != os.getuid():
         log.warning(
-            "the checkpoint %s belongs to another user (id %d); its files are read as tensors and plain containers "
-            "only, but make sure that you trust them",
+            "the checkpoint %s belongs to another user (id %d); its files are read as tensors and plain "
+            "containers only, but make sure that you trust them",
             folder,
             owner,
         )
 
 
-def load(folder: Path, engines: Mapping[str, object], world_size: int) -> TrainerState:
-    """Put a checkpoint into fresh engines; a collective. Raises CheckpointError on every rank if it does not fit."""
+def load(folder: Path, engines: Mapping[str, "Engine"], world_size: int) -> TrainerState:
+    """Put a checkpoint into fresh engines; a collective. Raises CheckpointError on every rank if it does
+    not fit."""
     state = read_state(folder)
     if state.world_size != world_size:
         raise CheckpointError(
@@ -231,7 +248,8 @@ def load(folder: Path, engines: Mapping[str, object], world_size: int) -> Traine
         )
     if set(state.experts) != set(engines):
         raise CheckpointError(
-            f"{folder} holds {', '.join(state.experts)} and this run trains {', '.join(engines)}; set train.experts alike"
+            f"{folder} holds {', '.join(state.experts)} and this run trains {', '.join(engines)}; "
+            "set train.experts alike"
         )
     for expert, engine in engines.items():
         engine.load(folder, expert)

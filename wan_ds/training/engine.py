@@ -1,14 +1,17 @@
 """One expert's DeepSpeed engine. The only module beside the Ulysses attention that imports deepspeed.
 
-Facts about DeepSpeed 0.19.8 that this file works around, each where it is used:
-  gradient_clipping is 1.0 when it is not given; a window of ours is one step of its own (unmanaged accumulation);
-  ZeRO-0 in float32 neither skips a non-finite step nor reports a norm without clipping.
+Facts about DeepSpeed 0.19.8 that this file works around, each where it is used: gradient_clipping is 1.0
+when it is not given; a window of ours is one step of its own (unmanaged accumulation); ZeRO-0 in float32
+neither skips a non-finite step nor reports a norm without clipping.
 """
 
+import contextlib
+import io
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,15 +29,24 @@ from wan_ds.errors import CheckpointError
 from wan_ds.parallel.mesh import Mesh
 from wan_ds.parallel.reduce import gradient_divisor
 
+# DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames.
+warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
 COLLECTIVE_TIMEOUT = timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
 
 
 def init_distributed() -> None:
-    """Join the world of ranks that the launcher's environment describes; a world of one without a launcher."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+    """Join the world of ranks that the launcher's environment describes; a world of one without a
+    launcher."""
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
         os.environ.setdefault(name, value)
     alone = os.environ["WORLD_SIZE"] == "1" and "MASTER_PORT" not in os.environ
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if alone:
         os.environ["MASTER_PORT"] = "0"  # any free port: nobody else has to find it
     # Only its inference calls use this operator, which would be compiled at the first start on a CPU.
@@ -77,9 +89,8 @@ def deepspeed_config(
 class Engine:
     """A model sharded over the world with its optimizer.
 
-    A window is any number of `backward` calls and one `step`; the losses passed to `backward` over all ranks and
-    micro-batches of the window sum to the window's loss.
-    """
+    A window is any number of `backward` calls and one `step`; the losses passed to `backward` over all
+    ranks and micro-batches of the window sum to the window's loss. """
 
     def __init__(
         self,
@@ -94,7 +105,9 @@ class Engine:
     ) -> None:
         self.stage: int = zero_optimization["stage"]
         self._compute_dtype = compute_dtype
-        self.before_update: Callable[[], None] | None = None  # called in each step, when reduced gradients exist
+        self.before_update: Callable[[], None] | None = (
+            None  # called in each step, when reduced gradients exist
+        )
         self._names = dict(model.named_parameters())
         self._divisor = gradient_divisor(
             stage=self.stage,
@@ -163,8 +176,19 @@ class Engine:
         return parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.data
 
     def save(self, folder: Path, tag: str) -> None:
-        """Write weights, moments and counters of all ranks below folder/tag; a collective."""
-        self.engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        """Write weights, moments and counters of all ranks below folder/tag; a collective.
+
+        Raises OSError or RuntimeError on a rank that could not write, once all ranks are through: raised
+        inside, it would leave the others in DeepSpeed's barriers.
+        """
+        failures: list[Exception] = []
+        files = self.engine.checkpoint_engine
+        with ExitStack() as patches:
+            for owner, name in ((files, "makedirs"), (files, "save"), (self.engine, "_copy_recovery_script")):
+                patches.enter_context(_deferring(owner, name, failures))
+            self.engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        if failures:
+            raise failures[0]
 
     def load(self, folder: Path, tag: str) -> None:
         """Read what `save` wrote, into a fresh engine of the same world; a collective."""
@@ -176,9 +200,8 @@ class Engine:
     def _watch_update(self) -> None:
         """Reach into DeepSpeed's step at the one moment when reduced gradients exist at every stage.
 
-        Under ZeRO-1 and 2 with windows of ours they exist only between the reduction and the ZeRO optimizer's step,
-        both inside the engine's.
-        """
+        Under ZeRO-1 and 2 with windows of ours they exist only between the reduction and the ZeRO
+        optimizer's step, both inside the engine's. """
         update = self.engine.optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -187,6 +210,24 @@ class Engine:
             return update(*args, **kwargs)
 
         self.engine.optimizer.step = step
+
+
+@contextmanager
+def _deferring(owner: Any, name: str, failures: list[Exception]) -> Iterator[None]:
+    """Inside, the owner's method notes in ``failures`` what it would raise."""
+    write = getattr(owner, name)
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return write(*args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            failures.append(error)
+
+    setattr(owner, name, noting)
+    try:
+        yield
+    finally:
+        setattr(owner, name, write)
 
 
 def _complete_plain_step(optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
@@ -212,7 +253,8 @@ def _complete_plain_step(optimizer: torch.optim.Optimizer, max_grad_norm: float)
 
 @contextmanager
 def _only_tensors() -> Iterator[None]:
-    """Inside, DeepSpeed's readers get tensors and containers only: torch.load refuses every other pickled object.
+    """Inside, DeepSpeed's readers get tensors and containers only: torch.load refuses every other pickled
+    object.
 
     Three plain classes of DeepSpeed's that its ZeRO files name are let through.
     """
@@ -231,7 +273,14 @@ def _only_tensors() -> Iterator[None]:
 def consolidated_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
     """The float32 weights of folder/tag by name, put together in one process from the files of any world."""
     whole = folder / tag / "mp_rank_00_model_states.pt"
-    with _only_tensors():
+    with _only_tensors(), _silence():
         if whole.exists() and not list(whole.parent.glob("*_optim_states.pt")):  # ZeRO-0: nothing was sharded
             return torch.load(whole, map_location="cpu", weights_only=True)["module"]
         return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """DeepSpeed's reader prints and draws progress bars; its errors are exceptions."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield

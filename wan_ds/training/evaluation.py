@@ -1,8 +1,7 @@
 """Routed validation: each clip and noise level is judged by the expert that owns the level.
 
-The levels are the midpoints of equal shares of the timestep distribution, the same for every clip, and the noise
-belongs to (seed, clip, level): the result is the same at any world size and in any batch mix.
-"""
+The levels are the midpoints of equal shares of the timestep distribution, the same for every clip, and the
+noise belongs to (seed, clip, level): the result is the same at any world size and in any batch mix. """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,7 +72,8 @@ def probe_losses(  # noqa: PLR0913
 
 
 def share_of_rank(routed: Sequence[Probe], rank: int, world_size: int) -> list[Probe]:
-    """This rank's probes of one expert, as many on every rank: the surplus repeats the last and counts nothing."""
+    """This rank's probes of one expert, as many on every rank: the surplus repeats the last and counts
+    nothing."""
     padded = list(routed) + [routed[-1]] * (-len(routed) % world_size)
     return padded[rank::world_size]
 

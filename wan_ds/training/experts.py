@@ -1,10 +1,9 @@
 """Which expert works at which step, and how many steps each will take: known before the run starts.
 
-The experts of Wan 2.2 share no weights, so a step trains one of them. It is chosen once per optimizer step from a
-stream that is a function of (seed, step) alone, with the share of the timestep distribution that its interval holds;
-sigma is then drawn from the distribution given that interval, so the sigmas of the whole run follow the
-distribution exactly.
-"""
+The experts of Wan 2.2 share no weights, so a step trains one of them. It is chosen once per optimizer step
+from a stream that is a function of (seed, step) alone, with the share of the timestep distribution that its
+interval holds; sigma is then drawn from the distribution given that interval, so the sigmas of the whole
+run follow the distribution exactly. """
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +22,8 @@ def natural(share: float, seed: int, step: int) -> bool:
 
 
 def balanced(share: float, seed: int, step: int) -> bool:  # noqa: ARG001 - the same shape as every policy
-    """Whether the first expert works at ``step``: error diffusion, never more than half a step from its share."""
+    """Whether the first expert works at ``step``: error diffusion, never more than half a step from its
+    share."""
     return math.floor((step + 1) * share + 0.5) > math.floor(step * share + 0.5)
 
 
@@ -34,8 +34,8 @@ POLICIES: dict[str, Callable[[float, int, int], bool]] = {"natural": natural, "b
 class Routing:
     """The schedule of experts of one run.
 
-    ``shares`` maps the experts that train to their expected share of the steps; one or two experts, summing to 1.
-    """
+    ``shares`` maps the experts that train to their expected share of the steps; one or two experts, summing
+    to 1. """
 
     timesteps: Timesteps
     shares: dict[str, float]

@@ -12,9 +12,9 @@ GUARDED_STEPS = 3  # a zero-initialised head lets gradients through only after i
 class FirstSteps:
     """Watches an expert's first applied steps with a learning rate above zero.
 
-    After them every trainable parameter must have had a finite, non-zero gradient and have moved, and every frozen
-    one must be as it was; else TrainingError names those that differ. All ranks see the same and raise together.
-    """
+    After them every trainable parameter must have had a finite, non-zero gradient and have moved, and every
+    frozen one must be as it was; else TrainingError names those that differ. All ranks see the same and
+    raise together. """
 
     def __init__(self, expert: str, engine: Engine) -> None:
         self._expert = expert
@@ -29,7 +29,8 @@ class FirstSteps:
         return self._steps_left > 0
 
     def look_at_gradients(self) -> None:
-        """Note which parameters have a gradient that is finite and not zero; called inside the engine's step."""
+        """Note which parameters have a gradient that is finite and not zero; called inside the engine's
+        step."""
         for index, (_, parameter) in enumerate(self._engine.parameters()):
             if parameter.requires_grad:
                 gradient = self._engine.full_gradient(parameter)
@@ -53,7 +54,9 @@ class FirstSteps:
         trainable = {name for name, parameter in self._engine.parameters() if parameter.requires_grad}
         faults = {
             "trainable parameters without a finite, non-zero gradient": [
-                name for name, flag in zip(self._names, with_gradient, strict=True) if name in trainable and not flag
+                name
+                for name, flag in zip(self._names, with_gradient, strict=True)
+                if name in trainable and not flag
             ],
             "trainable parameters that did not move": [
                 name for name, flag in zip(self._names, moved, strict=True) if name in trainable and not flag

@@ -91,12 +91,14 @@ class Loop:
     def run(self) -> None:
         for callback in self.callbacks:
             callback.before_training(self)
-        while not self.is_finished and self.stopped_by is None:
-            self.train_step()
+        try:
+            while not self.is_finished and self.stopped_by is None:
+                self.train_step()
+                for callback in self.callbacks:
+                    callback.after_step(self)
+        finally:
             for callback in self.callbacks:
-                callback.after_step(self)
-        for callback in self.callbacks:
-            callback.after_training(self)
+                callback.after_training(self)
 
     def train_step(self) -> None:
         """One optimizer step of the expert whose turn it is."""
@@ -114,15 +116,17 @@ class Loop:
         self.meters.add(self.step, self._speed(losses, seconds, waited))
         if not applied and expert.skipped_in_a_row >= self.max_skipped_in_a_row:
             raise TrainingError(
-                f"{expert.name} met a non-finite loss or gradient {expert.skipped_in_a_row} times in a row, the last at "
-                f"step {self.step}; lower optimizer.lr, or look at the clips (train.max_skipped_in_a_row sets the limit)"
+                f"{expert.name} met a non-finite loss or gradient {expert.skipped_in_a_row} times in a row, "
+                f"the last at step {self.step}; lower optimizer.lr, or look at the clips "
+                "(train.max_skipped_in_a_row sets the limit)"
             )
 
     def window(self, expert: Expert, items: list[Item]) -> list[Loss]:
-        """Forward and backward of the step's clips; the ranks' losses sum to the mean over the whole window."""
+        """Forward and backward of the step's clips; the ranks' losses sum to the mean over the window."""
         micro_batches = self.split(items)
         count = torch.tensor(
-            float(sum(clip.numel() for b in micro_batches for clip in b.latents if b.weight)), dtype=torch.float64
+            float(sum(clip.numel() for b in micro_batches for clip in b.latents if b.weight)),
+            dtype=torch.float64,
         )
         count = sum_over_ranks(count.to(micro_batches[0].prompt_embeds.device))
         losses = []
@@ -133,7 +137,10 @@ class Loop:
         return losses
 
     def split(self, items: list[Item]) -> list[MicroBatch]:
-        """This rank's clips as micro-batches, as many on every rank: one that holds fewer repeats its last at weight 0."""
+        """This rank's clips as micro-batches, as many on every rank.
+
+        A rank that holds fewer repeats its last at weight 0.
+        """
         latents = [self.encoded.latents(item.index, item.pixels) for item in items]
         prompts = [self.encoded.prompt(None if self._drops_caption(item) else item.index) for item in items]
         size = self.micro_batch_size

@@ -1,7 +1,7 @@
 """Learning-rate schedules: the factor on `optimizer.lr` as a function of one expert's own applied steps.
 
-Built with ``steps``, the number of steps that this expert will take, so that the floor is reached on its last one.
-"""
+Built with ``steps``, the number of steps that this expert will take, so that the floor is reached on its
+last one. """
 
 import math
 from abc import ABC, abstractmethod
@@ -20,8 +20,8 @@ class Schedule(ABC):
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_steps < max(self.steps, 1):
             raise ConfigError(
-                f"lr_schedule.warmup_steps={self.warmup_steps} does not fit into the {self.steps} steps that an "
-                f"expert takes of its own; choose 0 to {max(self.steps - 1, 0)}, or raise train.steps"
+                f"lr_schedule.warmup_steps={self.warmup_steps} does not fit into the {self.steps} steps that "
+                f"an expert takes of its own; choose 0 to {max(self.steps - 1, 0)}, or raise train.steps"
             )
 
     def __call__(self, step: int) -> float:
@@ -51,7 +51,9 @@ class _Decay(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.floor <= 1:
-            raise ConfigError(f"lr_schedule.floor={self.floor} is a share of optimizer.lr; choose a number in [0, 1]")
+            raise ConfigError(
+                f"lr_schedule.floor={self.floor} is a share of optimizer.lr; choose a number in [0, 1]"
+            )
 
     @abstractmethod
     def falling(self, progress: float) -> float:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import AutoencoderKLWan
 
-from wan_ds import targets
-from wan_ds.config import Config
+from wan_ds.config import Config, targets
 from wan_ds.data import preflight
 from wan_ds.data.clips import Clip, decode
 from wan_ds.data.latents import Encoded
@@ -55,7 +54,9 @@ def checked_clips(config: Config, path: str | None = None) -> list[Clip]:
     clips = read_clips(config, path)
     preflight.check(clips, num_frames=data.num_frames, fps=data.fps, path=path or data.path)
     log.info(
-        preflight.report(clips, num_frames=data.num_frames, fps=data.fps, height=data.height, width=data.width)
+        preflight.report(
+            clips, num_frames=data.num_frames, fps=data.fps, height=data.height, width=data.width
+        )
     )
     return clips
 

@@ -26,12 +26,16 @@ log = logging.getLogger(__name__)
 def resume_point(config: Config) -> Path | None:
     """The checkpoint to go on from, None to begin; reads only, the same on every rank.
 
-    Raises CheckpointError if the one that was named is missing or incomplete, or none of those found is whole.
-    """
+    Raises CheckpointError if the one that was named is missing or incomplete, or none of those found is
+    whole. """
     if config.resume == "never":
         return None
     run = Path(config.run_dir)
-    folder = checkpoint.newest(run / "checkpoints") if config.resume == "auto" else checkpoint.find(run, config.resume)
+    folder = (
+        checkpoint.newest(run / "checkpoints")
+        if config.resume == "auto"
+        else checkpoint.find(run, config.resume)
+    )
     if folder is None:
         log.info("======== new run in %s ========", run)
     else:
@@ -125,7 +129,9 @@ def elements_per_token(config: Config) -> int:
     return transformer["in_channels"] * torch.Size(transformer.get("patch_size", (1, 2, 2))).numel()
 
 
-def validation(config: Config, encoders: parts.Encoders, encoded: Encoded, routing: Routing) -> list[Callback]:
+def validation(
+    config: Config, encoders: parts.Encoders, encoded: Encoded, routing: Routing
+) -> list[Callback]:
     """The callback that measures the routed validation loss, if it is asked for."""
     wanted = config.evaluation
     if wanted.every_steps is None and not wanted.at_start:
@@ -157,7 +163,9 @@ def validation(config: Config, encoders: parts.Encoders, encoded: Encoded, routi
     return [callbacks.Periodic(evaluate, wanted.every_steps, wanted.at_start)]
 
 
-def sampling(config: Config, encoders: parts.Encoders, encoded: Encoded, trackers: Trackers) -> list[Callback]:
+def sampling(
+    config: Config, encoders: parts.Encoders, encoded: Encoded, trackers: Trackers
+) -> list[Callback]:
     """The callback that writes videos while training, if it is asked for."""
     wanted = config.sampling
     if wanted.every_steps is None and not wanted.at_start:
@@ -165,8 +173,8 @@ def sampling(config: Config, encoders: parts.Encoders, encoded: Encoded, tracker
     absent = set(config.model.experts) - set(config.train.experts or config.model.experts)
     if absent:
         raise ConfigError(
-            f"sampling.every_steps: a video needs every expert, and {', '.join(sorted(absent))} is not in train.experts; "
-            "set sampling.every_steps=null and sampling.at_start=false"
+            f"sampling.every_steps: a video needs every expert, and {', '.join(sorted(absent))} is not in "
+            "train.experts; set sampling.every_steps=null and sampling.at_start=false"
         )
     prompts = wanted.prompts or [clip.caption for clip in encoded.clips[: callbacks.CLIPS_SAMPLED]]
     guidance = guidance_of(wanted.guidance, list(config.model.experts))
@@ -207,7 +215,8 @@ def sampling(config: Config, encoders: parts.Encoders, encoded: Encoded, tracker
 
 
 def tell_launcher(config: Config, rank: int) -> None:
-    """Write where the finished run is to the file that ``launch/local.sh`` names: its exit code cannot be trusted.
+    """Write where the finished run is to the file that ``launch/local.sh`` names: its exit code cannot be
+    trusted.
 
     DeepSpeed's launcher exits 0 when its own child was killed by a signal.
     """

@@ -1,8 +1,7 @@
 """One micro-batch of flow matching, as the papers write it.
 
-Letters: C channels, F H W of the latents. Every draw belongs to a clip by (seed, step, slot), so that it does not
-depend on how the step's clips are laid out over ranks and micro-batches.
-"""
+Letters: C channels, F H W of the latents. Every draw belongs to a clip by (seed, step, slot), so that it
+does not depend on how the step's clips are laid out over ranks and micro-batches. """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,9 @@ class MicroBatch:
 class Loss:
     """What a micro-batch contributes to its window; tensors on the device."""
 
-    weighted_sum: torch.Tensor  # sum over clips and elements of w(sigma) * squared error; carries the gradient
+    weighted_sum: (
+        torch.Tensor
+    )  # sum over clips and elements of w(sigma) * squared error; carries the gradient
     count: int  # elements summed over
     sigma: torch.Tensor  # [clips]
     clip_losses: torch.Tensor  # [clips], mean squared error of each, unweighted
@@ -61,9 +62,7 @@ class FlowMatching:
         noised = [mix(*clip) for clip in zip(batch.latents, noise, sigma, strict=True)]
         predicted = model(noised, timestep(sigma), batch.prompt_embeds)
         target = [velocity(*clip) for clip in zip(batch.latents, noise, strict=True)]
-        errors = torch.stack(
-            [(p.float() - v).square().sum() for p, v in zip(predicted, target, strict=True)]
-        )
+        errors = torch.stack([(p.float() - v).square().sum() for p, v in zip(predicted, target, strict=True)])
         counts = [clip.numel() for clip in batch.latents]
         return Loss(
             weighted_sum=batch.weight * (self.weighting(sigma) * errors).sum(),
@@ -73,9 +72,14 @@ class FlowMatching:
         )
 
     def draw_sigma(self, slots: Sequence[int], interval: Interval, step: int) -> torch.Tensor:
-        """float32 [clips] on the CPU, stratified over the step's clips, each exactly distributed in the interval."""
-        strata = torch.randperm(self.global_batch_size, generator=streams.generator(self.seed, "strata", step))
-        u = torch.tensor([streams.uniform(self.seed, "sigma", step, slot) for slot in slots], dtype=torch.float64)
+        """float32 [clips] on the CPU, stratified over the step's clips, each exactly distributed in the
+        interval."""
+        strata = torch.randperm(
+            self.global_batch_size, generator=streams.generator(self.seed, "strata", step)
+        )
+        u = torch.tensor(
+            [streams.uniform(self.seed, "sigma", step, slot) for slot in slots], dtype=torch.float64
+        )
         return truncated(self.timesteps, interval, stratified(u, strata[list(slots)], self.global_batch_size))
 
     def drops_caption(self, slot: int, step: int, share: float) -> bool:

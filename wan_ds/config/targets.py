@@ -8,8 +8,8 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from wan_ds.config.nearest import suggest
 from wan_ds.errors import ConfigError
-from wan_ds.nearest import suggest
 
 # arguments that training gives
 SUPPLIED = {"optimizer": ("params",), "lr_schedule": ("steps",), "weighting": ("sigma",)}

@@ -2,18 +2,23 @@
 
 import copy
 import inspect
+import re
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from wan_ds import targets
-from wan_ds.checks import check
-from wan_ds.command_line import parse
-from wan_ds.composition import conf_dir, configure
-from wan_ds.config import Config, Dtype, read, to_dict
+from wan_ds.config import Config, Dtype, check, read, targets, to_dict
+from wan_ds.config.command_line import parse
+from wan_ds.config.composition import conf_dir, configure
+from wan_ds.config.foreign_keys import (
+    OFFLOAD_KEYS,
+    REFUSED_ZERO_KEYS,
+    TRANSFORMER_KEYS,
+    ZERO_KEYS,
+    ZERO_SWITCHES,
+)
 from wan_ds.errors import ConfigError
-from wan_ds.foreign_keys import OFFLOAD_KEYS, REFUSED_ZERO_KEYS, TRANSFORMER_KEYS, ZERO_KEYS, ZERO_SWITCHES
 
 RECIPES = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))
 GROUPS = sorted(
@@ -23,7 +28,15 @@ GROUPS = sorted(
 
 @pytest.fixture(scope="module")
 def composed() -> Config:
-    return configure(parse(["recipe=quickstart"]))
+    """The quickstart with what the refusals below tell of typed over it: another tuning breaks no test."""
+    config = configure(parse(["recipe=quickstart"]))
+    config.train.global_batch_size, config.train.micro_batch_size = 6, 1
+    config.train.experts, config.train.lr_scale = None, {}
+    config.model.transformer["num_attention_heads"] = 4
+    config.timesteps = {"_target_": "wan_ds.flow.timesteps.Uniform", "shift": 3.0}
+    cosine = OmegaConf.load(conf_dir() / "lr_schedule" / "cosine.yaml")
+    config.lr_schedule = OmegaConf.to_container(cosine)
+    return config
 
 
 @pytest.fixture
@@ -245,6 +258,18 @@ def test_what_does_not_divide_names_what_does(config):
     message = refusal(config, world_size=6)
     assert "the 6 ranks and the 4 heads of quickstart" in message
     assert "choose 1 or 2" in message
+
+
+@pytest.mark.parametrize(
+    ("global_batch_size", "micro_batch_size", "ways"),
+    [(7, 3, "choose 6 or 12"), (9, 3, "choose 6 or 12, or start 1 or 3 ranks"), (5, 8, "choose 16")],
+)
+def test_a_batch_size_that_is_named_works(config, global_batch_size, micro_batch_size, ways):
+    config.train.global_batch_size, config.train.micro_batch_size = global_batch_size, micro_batch_size
+    assert refusal(config, world_size=2).endswith(f"train.micro_batch_size={micro_batch_size}; {ways}")
+    for size in re.findall(r"\d+", ways.partition(", or start")[0]):
+        config.train.global_batch_size = int(size)
+        check(config, 2)
 
 
 def test_sequence_parallelism_is_not_built_yet(config):

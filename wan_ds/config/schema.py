@@ -1,6 +1,6 @@
 """The settings of a run: one dataclass per closed group, and `read` to build them in plain Python types.
 
-`wan_ds.checks.check` refuses what cannot work.
+`wan_ds.config.checks.check` refuses what cannot work.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from wan_ds import targets
+from wan_ds.config import targets
 from wan_ds.errors import ConfigError
 
 

@@ -16,9 +16,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from wan_ds import targets
+from wan_ds.config import targets
+from wan_ds.config.nearest import suggest
 from wan_ds.errors import ConfigError
-from wan_ds.nearest import suggest
 from wan_ds.training.run_folder import literal
 
 

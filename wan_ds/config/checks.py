@@ -9,10 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from wan_ds import targets
-from wan_ds.config import Config, Dtype
-from wan_ds.errors import ConfigError
-from wan_ds.foreign_keys import (
+from wan_ds.config import targets
+from wan_ds.config.foreign_keys import (
     OFFLOAD_KEYS,
     REFUSED_ZERO_KEYS,
     TRANSFORMER_COUNTS,
@@ -20,7 +18,9 @@ from wan_ds.foreign_keys import (
     ZERO_KEYS,
     ZERO_SWITCHES,
 )
-from wan_ds.nearest import suggest
+from wan_ds.config.nearest import suggest
+from wan_ds.config.schema import Config, Dtype
+from wan_ds.errors import ConfigError
 
 EXPERTS = ("high_noise", "low_noise")
 TEMPORAL_STRIDE = 4  # both Wan VAEs: 4n + 1 frames become n + 1 latent frames
@@ -196,12 +196,17 @@ def _check_ranks(config: Config, world_size: int) -> None:
         raise ConfigError(f"parallelism.sp_size={sp_size}: sequence parallelism is not built yet; choose 1")
     dp_size = world_size // sp_size
     if train.global_batch_size % dp_size:
-        below = train.global_batch_size // dp_size * dp_size
-        near = [size for size in (below, below + dp_size) if size > 0]
-        ranks = [count * sp_size for count in _divisors(train.global_batch_size)]
+        unit = dp_size * train.micro_batch_size  # what is named must pass the next check as well
+        below = train.global_batch_size // unit * unit
+        near = [size for size in (below, below + unit) if size > 0]
+        micro = f" times train.micro_batch_size={train.micro_batch_size}"
+        ways = f"choose {_or(near)}"
+        if train.global_batch_size % train.micro_batch_size == 0:
+            ranks = [n * sp_size for n in _divisors(train.global_batch_size // train.micro_batch_size)]
+            ways += f", or start {_or(ranks)} ranks"
         raise ConfigError(
             f"train.global_batch_size={train.global_batch_size}: must be a multiple of the "
-            f"{_count(dp_size, 'rank')} that share it; choose {_or(near)}, or start {_or(ranks)} ranks"
+            f"{_count(dp_size, 'rank')} that share it{micro if unit > dp_size else ''}; {ways}"
         )
     clips = train.global_batch_size // dp_size
     if clips % train.micro_batch_size:

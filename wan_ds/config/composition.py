@@ -27,11 +27,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import wan_ds
-from wan_ds import targets
-from wan_ds.config import Config, read, sentence
+from wan_ds.config import targets
+from wan_ds.config.nearest import suggest
+from wan_ds.config.overrides import Override, assign, keys
+from wan_ds.config.schema import Config, read, sentence
 from wan_ds.errors import ConfigError
-from wan_ds.nearest import suggest
-from wan_ds.overrides import Override, assign, keys
 from wan_ds.training.run_folder import changes_numbers, flatten
 
 

@@ -15,11 +15,11 @@ from hydra.core.config_loader import ConfigLoader
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from wan_ds.checks import check
-from wan_ds.composition import Arguments, composer, configure, settings
-from wan_ds.config import Config, sentence
+from wan_ds.config.checks import check
+from wan_ds.config.composition import Arguments, composer, configure, settings
+from wan_ds.config.overrides import assign, description, split
+from wan_ds.config.schema import Config, sentence
 from wan_ds.errors import CheckpointError, ConfigError, DataError
-from wan_ds.overrides import assign, description, split
 from wan_ds.training.run_folder import flatten
 
 SECONDS_FOR_RANK_0_TO_TELL = 5.0

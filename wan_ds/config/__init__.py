@@ -1,0 +1,45 @@
+"""The settings of a run: what there is (`schema`), what was typed (`command_line`), what works (`checks`)."""
+
+from wan_ds.config.checks import check
+from wan_ds.config.schema import (
+    Checkpoint,
+    Config,
+    Data,
+    Dtype,
+    Evaluation,
+    Model,
+    Parallelism,
+    Policy,
+    Precision,
+    Recompute,
+    Routing,
+    Sampling,
+    Tracker,
+    TrackerMode,
+    Train,
+    Weights,
+    read,
+    to_dict,
+)
+
+__all__ = [
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Dtype",
+    "Evaluation",
+    "Model",
+    "Parallelism",
+    "Policy",
+    "Precision",
+    "Recompute",
+    "Routing",
+    "Sampling",
+    "Tracker",
+    "TrackerMode",
+    "Train",
+    "Weights",
+    "check",
+    "read",
+    "to_dict",
+]
