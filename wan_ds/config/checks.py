@@ -184,17 +184,10 @@ def _check_places(config: Config) -> None:
 
 
 def _check_ranks(config: Config, world_size: int) -> None:
-    sp_size, heads = config.parallelism.sp_size, config.model.transformer["num_attention_heads"]
-    train = config.train
-    if world_size % sp_size or heads % sp_size:
-        works = _or(_divisors(math.gcd(world_size, heads)))
-        raise ConfigError(
-            f"parallelism.sp_size={sp_size}: must divide the {_count(world_size, 'rank')} and the "
-            f"{heads} heads of {config.model.name}; choose {works}"
-        )
+    train, sp_size = config.train, config.parallelism.sp_size
     if sp_size > 1:
         raise ConfigError(f"parallelism.sp_size={sp_size}: sequence parallelism is not built yet; choose 1")
-    dp_size = world_size // sp_size
+    dp_size = world_size
     if train.global_batch_size % dp_size:
         unit = dp_size * train.micro_batch_size  # what is named must pass the next check as well
         below = train.global_batch_size // unit * unit
@@ -202,7 +195,7 @@ def _check_ranks(config: Config, world_size: int) -> None:
         micro = f" times train.micro_batch_size={train.micro_batch_size}"
         ways = f"choose {_or(near)}"
         if train.global_batch_size % train.micro_batch_size == 0:
-            ranks = [n * sp_size for n in _divisors(train.global_batch_size // train.micro_batch_size)]
+            ranks = _divisors(train.global_batch_size // train.micro_batch_size)
             ways += f", or start {_or(ranks)} ranks"
         raise ConfigError(
             f"train.global_batch_size={train.global_batch_size}: must be a multiple of the "

@@ -19,7 +19,7 @@ from wan_ds.config.checks import check
 from wan_ds.config.composition import Arguments, composer, configure, settings
 from wan_ds.config.overrides import assign, description, split
 from wan_ds.config.schema import Config, sentence
-from wan_ds.errors import CheckpointError, ConfigError, DataError
+from wan_ds.errors import CheckpointError, ConfigError, DataError, TrainingError
 from wan_ds.training.run_folder import flatten
 
 SECONDS_FOR_RANK_0_TO_TELL = 5.0
@@ -138,14 +138,16 @@ def _messages_instead_of_tracebacks() -> Iterator[None]:
         _fail(str(error))
     except (DataError, CheckpointError) as error:
         _fail(str(error), only_first_rank=False)
+    except TrainingError as error:  # nothing that was typed wrong, so not the code of a mistake
+        _fail(str(error), code=1)
 
 
-def _fail(message: str, only_first_rank: bool = True) -> NoReturn:
+def _fail(message: str, only_first_rank: bool = True, code: int = 2) -> NoReturn:
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         sys.stderr.write(f"wan_ds: error: {message}\n")
         sys.stderr.flush()
-        sys.exit(2)
+        sys.exit(code)
     # A launcher ends all ranks when the first one exits. So the others wait until rank 0 has told, and are
     # ended while they wait; whoever outlives the wait failed alone.
     if threading.current_thread() is threading.main_thread():
@@ -154,7 +156,7 @@ def _fail(message: str, only_first_rank: bool = True) -> NoReturn:
     if not only_first_rank:
         sys.stderr.write(f"wan_ds: error on rank {rank}: {message}\n")
         sys.stderr.flush()
-    sys.exit(2)
+    sys.exit(code)
 
 
 def _tell(text: str) -> None:

@@ -7,7 +7,7 @@ who decodes and how far ahead.
 import atexit
 import math
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +78,7 @@ class Loader:
         self._workers = workers
         self._keep_latents = keep_latents
 
-    def batches(self, first_step: int, last_step: int) -> Iterator[list[Item]]:
+    def batches(self, first_step: int, last_step: int) -> Generator[list[Item]]:
         """This rank's items of each step from ``first_step`` to ``last_step - 1``, slots in order.
 
         Raises ``DataError`` where the first clip that cannot be read is due. Closing the iterator ends its

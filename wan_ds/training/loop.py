@@ -1,7 +1,7 @@
 """The loop: which expert, which clips, one window, then whatever else wants to happen."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -71,7 +71,7 @@ class Loop:
     experts: dict[str, Expert]
     routing: Routing
     objective: FlowMatching
-    batches: Iterator[list[Item]]  # this rank's clips of each step that is left
+    batches: Generator[list[Item]]  # this rank's clips of each step that is left
     encoded: Encoded
     mesh: Mesh
     steps: int
@@ -97,6 +97,7 @@ class Loop:
                 for callback in self.callbacks:
                     callback.after_step(self)
         finally:
+            self.batches.close()  # ends its worker processes, also when an error ends training
             for callback in self.callbacks:
                 callback.after_training(self)
 
