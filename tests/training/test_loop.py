@@ -99,9 +99,7 @@ def _order(positions):
     return order
 
 
-@pytest.mark.parametrize(
-    ("stage", "lr"), [(3, 1e-3), (3, 1e-4), (3, 1e-5), (2, 1e-3), (1, 1e-4), (0, 1e-3)]
-)
+@pytest.mark.parametrize(("stage", "lr"), [(3, 1e-3), (3, 1e-4), (3, 1e-5), (2, 1e-3), (1, 1e-4), (0, 1e-3)])
 def test_two_ranks_of_zero_equal_one_process_of_plain_adamw(world2, stage, lr):
     """5 steps in float32. Weights to 1% of the distance an Adam step covers: 5 steps of lr, less rounding
     of sums."""
@@ -114,6 +112,32 @@ def test_two_ranks_of_zero_equal_one_process_of_plain_adamw(world2, stage, lr):
         for key, value in expected.items():
             assert (weights[name][key] - value).abs().max() < 0.01 * lr, (name, key)
             assert torch.equal(weights[name][key], other[1][name][key])
+
+
+def _other_ways(stage, compute_dtype):
+    loop = tiny.loop(stage=stage, compute_dtype=compute_dtype)
+    for _ in range(3):
+        loop.train_step()
+    dtypes = {p.dtype for e in loop.experts.values() for _, p in e.engine.parameters()}
+    torch.set_autocast_cache_enabled(True)
+    return loop.meters.flush(), dtypes
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute_dtype"), [("offload", "fp32"), ("hpz", "fp32"), (3, "bf16"), (2, "bf16")]
+)
+def test_offload_and_hpz_give_the_same_numbers_and_bf16_nearly_so(world2, stage, compute_dtype):
+    """bf16 has 8 bits: products are off by up to 2**-8, and the loss, a mean of many, by less than 2%."""
+    (records, dtypes), _ = world2.run(_other_ways, stage, compute_dtype)
+    losses, norms, _ = plain(1e-3, 3)
+    exact = compute_dtype == "fp32"
+    assert [r["train/loss"] for r in records] == pytest.approx(losses, rel=1e-5 if exact else 2e-2)
+    if not exact:
+        assert [r["train/loss"] for r in records] != pytest.approx(losses, rel=1e-6)  # bf16 really computed
+    assert [r[f"train/{r['expert']}/grad_norm"] for r in records] == pytest.approx(
+        norms, rel=1e-5 if exact else 5e-2
+    )
+    assert dtypes == {torch.float32}
 
 
 def test_the_layout_of_micro_batches_and_ranks_changes_no_number(world1, world2):

@@ -52,6 +52,10 @@ ZERO = {
 }
 
 
+ZERO["offload"] = ZERO[3] | {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+ZERO["hpz"] = ZERO[3] | {"zero_hpz_partition_size": 2}
+
+
 def latents_of(index: int) -> torch.Tensor:
     return streams.normal(LATENTS, SEED, "clip", index)
 
@@ -89,7 +93,18 @@ def model(expert: str):
     return built.train()
 
 
-def expert(name, interval, mesh, *, stage, lr=1e-3, max_grad_norm=1.0, guarded=False, network=None) -> Expert:
+def expert(  # noqa: PLR0913
+    name,
+    interval,
+    mesh,
+    *,
+    stage,
+    lr=1e-3,
+    max_grad_norm=1.0,
+    guarded=False,
+    network=None,
+    compute_dtype="fp32",
+) -> Expert:
     network = model(name) if network is None else network
     engine = Engine(
         network,
@@ -98,7 +113,7 @@ def expert(name, interval, mesh, *, stage, lr=1e-3, max_grad_norm=1.0, guarded=F
         zero_optimization=dict(ZERO[stage]),
         micro_batch_size=1,
         max_grad_norm=max_grad_norm,
-        compute_dtype="fp32",
+        compute_dtype=compute_dtype,
     )
     guard = FirstSteps(name, engine) if guarded else None
     return Expert(name, interval, engine, Constant(steps=1000), lr, guard)
