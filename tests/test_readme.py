@@ -1,6 +1,7 @@
 """What the README says can be typed, can be."""
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -87,17 +88,32 @@ def test_every_file_that_is_named_is_there():
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-def test_the_first_run_in_two_steps(tmp_path):
-    (line,) = [line for line in commands() if "quickstart.sh" in line]
-    short = ["train.steps=2", "data.limit=1", "sampling.steps=2", f"run_dir={tmp_path / 'a run'}"]
-    done = subprocess.run(
-        [*shlex.split(line), *short, "tracker.mode=disabled"],
-        cwd=ROOT,
-        env={**os.environ, "WAN_DS_PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+def run(words: list[str]) -> str:
+    environment = {**os.environ, "WAN_DS_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"the run is in {tmp_path / 'a run'}" in done.stdout
-    assert list((tmp_path / "a run" / "samples").glob("step_00000002/*.mp4"))
+    return done.stdout
+
+
+def test_the_first_run_in_two_steps(tmp_path):
+    """The quickstart's command, two steps of it; then the loss of its end, on 2 ranks and in one process."""
+    (line,) = [line for line in commands() if "quickstart.sh" in line]
+    folder = tmp_path / "a run"
+    short = [
+        "train.steps=2",
+        "data.limit=1",
+        "sampling.steps=2",
+        "evaluation.every_steps=2",
+        f"run_dir={folder}",
+    ]
+    told = run([*shlex.split(line), *short, "tracker.mode=disabled"])
+    assert f"the run is in {folder}" in told
+    assert list((folder / "samples").glob("step_00000002/*.mp4"))
+
+    (line,) = [line for line in commands() if "evaluate.py" in line]
+    words = [sys.executable, *shlex.split(line)[1:-1], f"run={folder}", "batch_size=3"]
+    assert "high_noise" in run(words)
+    alone = json.loads((folder / "evaluation/step_00000002.json").read_text())
+    trained = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    for key in ("eval/loss", "eval/loss_stderr", "eval/high_noise/loss", "eval/low_noise/loss"):
+        assert alone[key] == pytest.approx(trained[key], rel=1e-5), key

@@ -12,7 +12,7 @@ import torch
 from omegaconf import MISSING
 
 from wan_ds.config.command_line import simple_command
-from wan_ds.errors import CheckpointError
+from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.sample import load_experts, run_config
 from wan_ds.training import checkpoint as checkpoints
 from wan_ds.training import evaluation, parts
@@ -34,6 +34,10 @@ class EvaluateOptions:
 
 def main(options: EvaluateOptions) -> int:
     """Print the loss of each expert and of all, and write it to the run's `evaluation/<checkpoint>.json`."""
+    for name in ("clips", "sigmas_per_clip", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1")
     run = Path(options.run)
     config = run_config(run)
     folder = checkpoints.find(run, options.checkpoint)

@@ -15,8 +15,10 @@ def _digest(seed: int, key: tuple[int | str, ...]) -> int:
 
 
 def generator(seed: int, *key: int | str) -> torch.Generator:
-    """A CPU generator that depends on ``seed`` and ``key`` alone; keys that differ anywhere give unrelated
-    streams."""
+    """A CPU generator that depends on ``seed`` and ``key`` alone.
+
+    Unequal keys share a stream by chance alone, one pair in 2**32: torch keeps 32 bits of a CPU seed.
+    """
     return torch.Generator().manual_seed(_digest(seed, key))
 
 

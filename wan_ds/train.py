@@ -27,12 +27,18 @@ def main(config: Config) -> int:
         run.tell_launcher(config, rank)
         return 0
     clips = parts.checked_clips(config)
+    if config.evaluation.path is not None:
+        parts.checked_clips(config, config.evaluation.path)
     routing = parts.routing_of(config)
     schedules = parts.schedules_of(config, routing)
+    run.evaluation_levels(config, routing)
     if config.train.deterministic:
         run.make_deterministic()
 
+    parts.locate_weights(config)
+
     init_distributed()
+    run.agree(folder, clips)
     mesh = Mesh(config.parallelism.sp_size)
     trackers = run.open_folder(config, mesh)
     logs.to_file(mesh.rank, Path(config.run_dir) / "log.txt")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from wan_ds.config import Config, Dtype, check, read, targets, to_dict
+from wan_ds.config import Config, Dtype, Weights, check, read, targets, to_dict
 from wan_ds.config.command_line import parse
 from wan_ds.config.composition import conf_dir, configure
 from wan_ds.config.foreign_keys import (
@@ -338,3 +338,25 @@ def test_the_transformer_knows_diffusers_own_arguments():
     diffusers = pytest.importorskip("diffusers")
     names = set(inspect.signature(diffusers.WanTransformer3DModel.__init__).parameters) - {"self"}
     assert names == TRANSFORMER_KEYS
+
+
+@pytest.mark.parametrize(
+    ("settings", "fragments"),
+    [
+        ({"sampling.guidance": 0.5}, ["sampling.guidance=0.5", "at least 1"]),
+        ({"model.vae": Weights()}, ["model.vae.weights=null", "only experts"]),
+        (
+            {"train.experts": ["low_noise"], "sampling.every_steps": 5},
+            ["a video needs every expert", "high_noise"],
+        ),
+        ({"optimizer": {"_target_": "torch.optim.AdamW"}}, ["optimizer.lr: not set"]),
+    ],
+)
+def test_what_would_fail_hours_later_is_refused(config, settings, fragments):
+    message = refusal(config, **settings)
+    assert all(fragment in message for fragment in fragments), message
+
+
+def test_a_checkpoint_may_be_named_by_its_step(config):
+    config.resume = "step_00000100"
+    check(config, 1)

@@ -4,7 +4,7 @@
 
 The plan is a list of {"arguments": [...], "moment": [name, step]}. What costs in a start is importing torch
 and DeepSpeed, so this process imports and then forks the two ranks of each start. Writes the ranks' exit
-codes to plan.json's folder as codes.json. """
+codes to plan.json's folder as codes.json."""
 
 import json
 import os

@@ -23,7 +23,7 @@ class Files:
         (folder / tag / "shard.pt").write_bytes(b"x" * 100)
 
 
-STATE = TrainerState(20, 40, 1, {"all": ExpertState(20, 0, 0, 40, 1.0)})
+STATE = TrainerState(20, 40, 1, "3 clips, 0", {"all": ExpertState(20, 0, 0, 40, 1.0)})
 
 
 def complete(tmp_path, step):
@@ -31,7 +31,7 @@ def complete(tmp_path, step):
     unfinished = tmp_path / f"step_{step:08d}.unfinished"
     unfinished.mkdir(parents=True)
     Files().save(unfinished, "all")
-    checkpoint.seal(unfinished, TrainerState(step, 40, 1, STATE.experts))
+    checkpoint.seal(unfinished, TrainerState(step, 40, 1, STATE.dataset, STATE.experts))
     checkpoint.publish(unfinished, tmp_path / f"step_{step:08d}")
     checkpoint.point_latest(tmp_path, f"step_{step:08d}")
     return tmp_path / f"step_{step:08d}"
@@ -42,7 +42,7 @@ def test_a_complete_folder_lists_its_files_with_sizes(tmp_path):
     sizes = json.loads((folder / "COMPLETE").read_text())
     assert sizes.keys() == {"all/shard.pt", "trainer_state.json"} and sizes["all/shard.pt"] == 100
     assert checkpoint.fault(folder) is None
-    assert checkpoint.read_state(folder) == TrainerState(20, 40, 1, STATE.experts)
+    assert checkpoint.read_state(folder) == STATE
     assert (tmp_path / "latest").read_text() == "step_00000020\n"
 
 
@@ -104,6 +104,24 @@ def test_old_folders_and_leftovers_go_and_the_newest_stay(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000020", "step_00000030"]
 
 
+def test_the_folder_just_written_stays_and_incomplete_ones_do_not_count(tmp_path, caplog, monkeypatch):
+    for step in (10, 20, 30):
+        complete(tmp_path, step)
+    for step in (20, 30):  # as after a disk fault: a save at step 15, where the run went on from 10
+        (tmp_path / f"step_000000{step}/COMPLETE").unlink()
+    complete(tmp_path, 15)
+    checkpoint.remove_old(tmp_path, 1)
+    assert checkpoint.newest(tmp_path).name == "step_00000015" and not (tmp_path / "step_00000010").exists()
+    complete(tmp_path, 16)
+
+    def refuse(path):
+        raise OSError("Directory not empty")
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", refuse)
+    checkpoint.remove_old(tmp_path, 1)
+    assert "step_00000015 could not be deleted: Directory not empty" in caplog.text
+
+
 def test_another_owner_is_mentioned(tmp_path, caplog, monkeypatch):
     checkpoint.warn_of_owner(tmp_path)
     assert not caplog.records
@@ -124,7 +142,7 @@ def _resume(stage, folder):
         straight.train_step()
     resumed = tiny.loop(stage=stage, first_step=4)
     where = checkpoint.find(folder, "latest")
-    assert restore(resumed.experts, where, resumed.mesh) == 4
+    assert restore(resumed.experts, where, resumed.mesh, checkpoint.dataset_of(resumed.encoded.clips)) == 4
     loaded = {name: tiny.state_of(expert) for name, expert in resumed.experts.items()}
     for _ in range(4):
         resumed.train_step()
@@ -169,10 +187,10 @@ def test_resume_continues_as_if_never_stopped(world2, tmp_path, stage):
             assert torch.equal(value.flatten(), whole)
 
 
-def _load_elsewhere(folder, stage):
+def _load_elsewhere(folder, stage, clips=None):
     loop = tiny.loop(stage=stage)
     try:
-        restore(loop.experts, folder, loop.mesh)
+        restore(loop.experts, folder, loop.mesh, checkpoint.dataset_of(loop.encoded.clips[:clips]))
     except CheckpointError as error:
         return str(error)
     return None
@@ -190,6 +208,10 @@ def test_another_world_or_other_experts_are_refused(world1, world2, tmp_path):
     world2.run(_write, tmp_path / "one", ["high_noise"])
     for message in world2.run(_load_elsewhere, checkpoint.find(tmp_path / "one", "latest"), 3):
         assert "holds high_noise and this run trains high_noise, low_noise" in message
+    for message in world2.run(_load_elsewhere, checkpoint.find(tmp_path / "two", "latest"), 3, 4):
+        assert (
+            "was trained on other clips (5 clips, " in message and "than are there now (4 clips, " in message
+        )
 
 
 def _cannot_write(folder, full_rank):

@@ -10,7 +10,10 @@ from diffusers import WanTransformer3DModel
 from tests.training import tiny
 from wan_ds import streams
 from wan_ds.errors import TrainingError
+from wan_ds.models.weights import build_transformer
+from wan_ds.training import guard
 from wan_ds.training.loop import non_finite_stays
+from wan_ds.training.lr_schedule import Constant
 
 STEPS = 5
 
@@ -38,7 +41,7 @@ class _Watch:
     is_watching = True
 
     def __init__(self, look):
-        self.look_at_gradients = look
+        self.before_update = look
 
     def after_step(self, applied, learning_rate): ...
 
@@ -275,18 +278,64 @@ def test_the_guard_is_silent_when_everything_trains(world2, stage):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_guard_names_a_parameter_without_gradient(world2, stage):
     for message in world2.run(_guarded, stage, "unused"):
-        assert (
-            "2 trainable parameters without a finite, non-zero gradient (unused.weight, unused.bias)"
-            in message
-        )
+        assert "2 trainable parameters had no finite, non-zero gradient in the first 3 steps" in message
+        assert "(unused.weight, unused.bias)" in message
+
+
+def _slow_start(stage):
+    """A warm-up from rates below what float32 can add to a weight of 1, and the zero head of a new Wan."""
+    network = build_transformer(tiny.ARCHITECTURE, path=None, weights=None, seed=1, expert="high_noise")
+    loop = tiny.loop(stage=stage, experts=["high_noise"], guarded=True, network=network, lr=1e-5)
+    expert = loop.experts["high_noise"]
+    expert.schedule = Constant(steps=1000, warmup_steps=999)
+    watched = []
+    for step in range(12):
+        if step == 5:
+            expert.schedule = Constant(steps=1000)
+        loop.train_step()
+        watched.append(expert.guard.is_watching)
+    return watched
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_guard_waits_for_weights_that_a_slow_start_holds(world2, stage):
+    assert world2.run(_slow_start, stage) == [[True] * 11 + [False]] * 2
+
+
+def _still(last_look):
+    network = tiny.model("high_noise")
+    loop = tiny.loop(stage=0, experts=["high_noise"], guarded=True, network=network)
+    held, before = network.proj_out.bias, network.proj_out.bias.detach().clone()
+    engine = loop.experts["high_noise"].engine
+    update = engine.step
+
+    def step(learning_rate):
+        applied = update(learning_rate)
+        held.data.copy_(before)
+        return applied
+
+    engine.step = step
+    guard.LAST_LOOK = last_look
+    try:
+        for _ in range(last_look):
+            loop.train_step()
+    except TrainingError as error:
+        return str(error)
+    finally:
+        guard.LAST_LOOK = guard.GUARDED_STEPS * 2**7
+
+
+def test_the_guard_names_a_trainable_parameter_that_never_moves(world2):
+    for message in world2.run(_still, 6):
+        assert "1 trainable parameters did not move in the first 6 steps (proj_out.bias)" in message
 
 
 def _frozen_that_moves():
     network = tiny.model("high_noise")
-    table = network.blocks[1].scale_shift_table.requires_grad_(False)
+    ones = network.blocks[1].attn1.norm_q.weight.requires_grad_(False)  # equal values must not cancel
     loop = tiny.loop(stage=2, experts=["high_noise"], guarded=True, network=network)
     loop.train_step()
-    table.data.mul_(1.5)
+    ones.data.mul_(1.5)
     try:
         for _ in range(3):
             loop.train_step()
@@ -296,7 +345,7 @@ def _frozen_that_moves():
 
 def test_the_guard_names_a_frozen_parameter_that_moved(world2):
     for message in world2.run(_frozen_that_moves):
-        assert "1 frozen parameters that moved (blocks.1.scale_shift_table)" in message
+        assert "1 frozen parameters moved in the first 3 steps (blocks.1.attn1.norm_q.weight)" in message
 
 
 def _syncs():

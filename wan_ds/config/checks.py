@@ -4,6 +4,7 @@ Every refusal is a `ConfigError` with the key, the value, the rule and what woul
 """
 
 import math
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -53,7 +54,11 @@ def _check_model(config: Config) -> None:
             "Wan 2.2 has 0.875 (text to video) and 0.9 (image to video)"
         )
     _check_experts_of("model.guidance", model.guidance, names, complete=True)
-    _check_guidance(config.sampling.guidance, names)
+    for key, guidance in (
+        ("model.guidance", model.guidance),
+        ("sampling.guidance", config.sampling.guidance),
+    ):
+        _check_guidance(key, guidance, names)
     _check_experts_of("train.lr_scale", config.train.lr_scale, names)
     for name, factor in config.train.lr_scale.items():
         rule = "greater than 0; an expert that is left out of train.experts stays as it is"
@@ -63,7 +68,22 @@ def _check_model(config: Config) -> None:
         _check_experts_of("train.experts", trained, names)
         rule = f"each expert that trains, once, of {_list(names)}; null for all"
         _require(0 < len(trained) == len(set(trained)), "train.experts", _list(trained), rule)
+    _check_alone(config, names)
+    for component in ("vae", "text_encoder", "tokenizer"):
+        rule = "a folder, or a subfolder of model.path: only experts may start from random numbers"
+        _require(getattr(model, component).weights is not None, f"model.{component}.weights", "null", rule)
     _check_transformer(model.transformer)
+
+
+def _check_alone(config: Config, names: list[str]) -> None:
+    """What a run that does not train every expert cannot do while it trains."""
+    absent = sorted(set(names) - set(config.train.experts or names))
+    sampling = config.sampling
+    if absent and (sampling.every_steps is not None or sampling.at_start):
+        raise ConfigError(
+            f"sampling.every_steps={_text(sampling.every_steps)}: a video needs every expert, and "
+            f"{_list(absent)} is not in train.experts; type sampling.every_steps=null sampling.at_start=false"
+        )
 
 
 def _check_transformer(transformer: dict[str, Any]) -> None:
@@ -85,13 +105,14 @@ def _check_transformer(transformer: dict[str, Any]) -> None:
             _require(_is_count(value), f"model.transformer.{key}", value, "a whole number from 1")
 
 
-def _check_guidance(guidance: Any, names: list[str]) -> None:
-    key = "sampling.guidance"
+def _check_guidance(key: str, guidance: Any, names: list[str]) -> None:
     if isinstance(guidance, dict):
         _check_experts_of(key, guidance, names, complete=True)
     numbers = guidance.values() if isinstance(guidance, dict) else [guidance]
     if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
         raise ConfigError(f"{key}={guidance}: must be a number, or one by expert such as {{{names[0]}: 4.0}}")
+    if not all(number >= 1 for number in numbers):
+        raise ConfigError(f"{key}={guidance}: must be at least 1, which is no guidance")
 
 
 def _check_experts_of(key: str, given: Iterable[str], names: list[str], complete: bool = False) -> None:
@@ -172,7 +193,8 @@ def _refuse_size(key: str, value: int, step: int, offset: int, rule: str) -> Non
 
 
 def _check_places(config: Config) -> None:
-    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+    is_step = re.fullmatch(r"step_\d{8}", config.resume)
+    if config.resume not in ("auto", "never") and not is_step and not Path(config.resume).is_dir():
         raise ConfigError(
             f"resume={config.resume}: no such checkpoint folder; choose auto, never, or one that exists"
         )
@@ -262,6 +284,8 @@ def _check_open_groups(config: Config) -> None:
         groups["data.reader"] = config.data.reader
     for key, settings in groups.items():
         targets.refuse_misfits(key, settings)
+    if "lr" not in config.optimizer:
+        raise ConfigError("optimizer.lr: not set, and the schedules are shares of it; type optimizer.lr=...")
     positive = {"timesteps": ("shift", "std"), "optimizer": ("lr", "eps")}
     for group, names in positive.items():
         for name in names:

@@ -91,7 +91,8 @@ class Interval:
     def to_float32(self, sigma: torch.Tensor) -> torch.Tensor:
         """Round float64 draws to float32 without leaving the interval, whose ends round too."""
         rounded = sigma.to(torch.float32)
-        high = torch.tensor(self.high, dtype=torch.float32)
+        low, high = torch.tensor([self.low, self.high], dtype=torch.float32)
+        rounded = torch.where(rounded < low, low, rounded)
         if self.high < 1:
             rounded = torch.where(rounded >= high, torch.nextafter(high, torch.zeros(())), rounded)
         return rounded

@@ -45,7 +45,16 @@ def build_transformer(
         initialise(model, seed, expert)
         return model
     folder = locate(path, weights, f"experts.{expert}")
-    model = WanTransformer.from_pretrained(folder, torch_dtype=torch.float32)
+    try:
+        model, found = WanTransformer.from_pretrained(
+            folder, torch_dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} holds no transformer in diffusers' layout: {error}") from error
+    wrong = {kind: keys for kind, keys in found.items() if keys and kind != "error_msgs"}
+    if wrong:
+        listing = "; ".join(f"{kind}: {', '.join(map(str, list(keys)[:3]))}" for kind, keys in wrong.items())
+        raise CheckpointError(f"{folder} does not fit this transformer: {listing}")
     differing = {
         key: (model.config.get(key), value)
         for key, value in architecture.items()

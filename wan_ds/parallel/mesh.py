@@ -1,8 +1,14 @@
 """All rank arithmetic: the axes dp (ranks that read different clips) and sp (ranks that share one clip)."""
 
+import os
+from datetime import timedelta
+
 import torch.distributed as dist
 
 from wan_ds.errors import ConfigError
+
+# How long a rank waits for the others, in minutes as DeepSpeed reads it too.
+COLLECTIVE_TIMEOUT = timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
 
 
 class Mesh:
@@ -10,7 +16,7 @@ class Mesh:
 
     ``sequence_parallel_unit`` is what DeepSpeed calls mpu; one object serves every engine of the process,
     at every sp size, because an engine made without one inherits the last (DeepSpeed keeps it in a module
-    global). """
+    global)."""
 
     def __init__(self, sp_size: int = 1) -> None:
         self.world_size = dist.get_world_size()
@@ -37,17 +43,17 @@ class SequenceParallelUnit:
 
     DeepSpeed recognises a sequence-parallel unit by the attribute ``initialize_sequence_parallel`` and
     would split ZeRO-3 parameters over dp alone if it found ``get_data_parallel_group``; so the first must
-    exist, the second not. """
+    exist, the second not."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._sp_group = None
         for first in range(0, mesh.world_size, mesh.sp_size):
             ranks = list(range(first, first + mesh.sp_size))
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
             if mesh.rank in ranks:
                 self._sp_group = group
-        self._world_group = dist.new_group(list(range(mesh.world_size)))
+        self._world_group = dist.new_group(list(range(mesh.world_size)), timeout=COLLECTIVE_TIMEOUT)
 
     def initialize_sequence_parallel(self) -> None:
         raise RuntimeError("the groups exist already; DeepSpeed only looks for this attribute")

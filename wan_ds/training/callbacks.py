@@ -105,7 +105,7 @@ class Log(Callback):
 
 
 class Save(Callback):
-    """Checkpoints every N steps and at the end, whatever ended the run."""
+    """Checkpoints every N steps, at the end, and when a signal ends the run."""
 
     def __init__(
         self, run: Path, every_steps: int | None, keep_last: int, flush: Callable[[Loop], None]
@@ -114,10 +114,6 @@ class Save(Callback):
         self._every_steps = every_steps
         self._keep_last = keep_last
         self._flush = flush
-        self._saved_step = 0
-
-    def before_training(self, loop: Loop) -> None:
-        self._saved_step = loop.step
 
     def after_step(self, loop: Loop) -> None:
         if is_due(loop.step, self._every_steps) or loop.is_finished or loop.stopped_by is not None:
@@ -136,10 +132,10 @@ class Save(Callback):
             )
             for name, expert in loop.experts.items()
         }
-        state = TrainerState(loop.step, loop.steps, loop.mesh.world_size, experts)
+        dataset = checkpoint.dataset_of(loop.encoded.clips)
+        state = TrainerState(loop.step, loop.steps, loop.mesh.world_size, dataset, experts)
         engines = {name: expert.engine for name, expert in loop.experts.items()}
         folder = checkpoint.save(self._checkpoints, state, engines, self._keep_last)
-        self._saved_step = loop.step
         log.info("saved %s", folder)
 
 

@@ -6,14 +6,15 @@
     checkpoints/latest                         the newest folder's name
 
 A folder is written beside its place, checked by all ranks, renamed, and only then named in ``latest``.
-Whatever moment a run is killed at, the newest complete folder is whole. """
+Whatever moment a run is killed at, the newest complete folder is whole."""
 
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from wan_ds.data.clips import Clip
 from wan_ds.errors import CheckpointError
 from wan_ds.parallel.reduce import any_rank
 
@@ -54,6 +56,7 @@ class TrainerState:
     step: int
     planned_steps: int
     world_size: int
+    dataset: str  # what the order of clips stands on, see `dataset_of`
     experts: dict[str, ExpertState]
 
     @property
@@ -83,11 +86,12 @@ def save(checkpoints: Path, state: TrainerState, engines: Mapping[str, "Engine"]
         seal(unfinished, state)
         publish(unfinished, target)
         point_latest(checkpoints, target.name)
-        remove_old(checkpoints, keep_last)
 
     together(make_room if is_main else None, target)
     together(write_shards, target)
     together(finish if is_main else None, target)
+    if is_main:
+        remove_old(checkpoints, keep_last)
     return target
 
 
@@ -141,11 +145,17 @@ def point_latest(checkpoints: Path, name: str) -> None:
 
 
 def remove_old(checkpoints: Path, keep_last: int) -> None:
-    """Delete all but the newest ``keep_last`` folders, and what killed saves left."""
-    for folder in _folders(checkpoints)[:-keep_last]:
-        shutil.rmtree(folder)
-    for leftover in checkpoints.glob(f"step_*{_UNFINISHED}"):
-        shutil.rmtree(leftover)
+    """Delete all but the newest ``keep_last`` complete folders, and what killed saves left.
+
+    Incomplete ones do not count, so that the one just written always stays. What cannot be deleted is a
+    warning: the new checkpoint is there.
+    """
+    complete = [folder for folder in _folders(checkpoints) if fault(folder) is None]
+    for folder in [*complete[:-keep_last], *checkpoints.glob(f"step_*{_UNFINISHED}")]:
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            log.warning("the old checkpoint %s could not be deleted: %s", folder, error)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -184,7 +194,7 @@ def newest(checkpoints: Path) -> Path | None:
     """The newest complete folder, whatever ``latest`` says; None if there is no step folder at all.
 
     Incomplete ones are named in the log. Raises CheckpointError if there are step folders but not one is
-    complete: starting anew beside them must be somebody's decision. """
+    complete: starting anew beside them must be somebody's decision."""
     faults = []
     for folder in reversed(_folders(checkpoints)):
         reason = fault(folder)
@@ -195,8 +205,7 @@ def newest(checkpoints: Path) -> Path | None:
     if faults:
         raise CheckpointError(
             "no checkpoint of this run is complete; move them away to start anew, or choose another "
-            "run_name. "
-            + "; ".join(faults)
+            "run_name. " + "; ".join(faults)
         )
     return None
 
@@ -222,7 +231,14 @@ def read_state(folder: Path) -> TrainerState:
     """The trainer's state of a complete checkpoint."""
     content = json.loads((folder / STATE).read_text())
     experts = {name: ExpertState(**expert) for name, expert in content["experts"].items()}
-    return TrainerState(content["step"], content["planned_steps"], content["world_size"], experts)
+    keys = ("step", "planned_steps", "world_size", "dataset")
+    return TrainerState(*(content[key] for key in keys), experts)
+
+
+def dataset_of(clips: Sequence[Clip]) -> str:
+    """Count and hash of the clips: with another set the same step would train on other clips."""
+    listing = repr([(clip.key, clip.start_seconds, clip.caption) for clip in clips])
+    return f"{len(clips)} clips, {hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()}"
 
 
 def warn_of_owner(folder: Path) -> None:
@@ -237,7 +253,7 @@ def warn_of_owner(folder: Path) -> None:
         )
 
 
-def load(folder: Path, engines: Mapping[str, "Engine"], world_size: int) -> TrainerState:
+def load(folder: Path, engines: Mapping[str, "Engine"], world_size: int, dataset: str) -> TrainerState:
     """Put a checkpoint into fresh engines; a collective. Raises CheckpointError on every rank if it does
     not fit."""
     state = read_state(folder)
@@ -250,6 +266,11 @@ def load(folder: Path, engines: Mapping[str, "Engine"], world_size: int) -> Trai
         raise CheckpointError(
             f"{folder} holds {', '.join(state.experts)} and this run trains {', '.join(engines)}; "
             "set train.experts alike"
+        )
+    if state.dataset != dataset:
+        raise CheckpointError(
+            f"{folder} was trained on other clips ({state.dataset}) than are there now ({dataset}): files or "
+            "captions were added, removed or changed; restore them, or start a new run"
         )
     for expert, engine in engines.items():
         engine.load(folder, expert)

@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,12 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch import nn
 
 from wan_ds.errors import CheckpointError
-from wan_ds.parallel.mesh import Mesh
+from wan_ds.parallel.mesh import COLLECTIVE_TIMEOUT, Mesh
 from wan_ds.parallel.reduce import gradient_divisor
 
 # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames.
 warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
 
 
 def init_distributed() -> None:
@@ -90,7 +87,7 @@ class Engine:
     """A model sharded over the world with its optimizer.
 
     A window is any number of `backward` calls and one `step`; the losses passed to `backward` over all
-    ranks and micro-batches of the window sum to the window's loss. """
+    ranks and micro-batches of the window sum to the window's loss."""
 
     def __init__(
         self,
@@ -201,7 +198,7 @@ class Engine:
         """Reach into DeepSpeed's step at the one moment when reduced gradients exist at every stage.
 
         Under ZeRO-1 and 2 with windows of ours they exist only between the reduction and the ZeRO
-        optimizer's step, both inside the engine's. """
+        optimizer's step, both inside the engine's."""
         update = self.engine.optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:

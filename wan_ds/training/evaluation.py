@@ -1,7 +1,7 @@
 """Routed validation: each clip and noise level is judged by the expert that owns the level.
 
 The levels are the midpoints of equal shares of the timestep distribution, the same for every clip, and the
-noise belongs to (seed, clip, level): the result is the same at any world size and in any batch mix. """
+noise belongs to (seed, clip, level): the result is the same at any world size and in any batch mix."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,12 +90,16 @@ def gathered(losses: torch.Tensor, count: int) -> torch.Tensor:
 def summary(losses: dict[str, torch.Tensor], routed: dict[str, list[Probe]], sigmas: torch.Tensor) -> dict:
     """``eval/...`` metrics over all clips and levels, every probe weighing the same."""
     everything = torch.cat(list(losses.values()))
+    clips = torch.tensor([p.clip for expert in losses for p in routed[expert]], device=everything.device)
     where = torch.cat([sigmas[[p.level for p in routed[expert]]] for expert in losses]).to(everything.device)
     sums, counts = loss_by_sigma(where.double(), everything)
-    spread = everything.std() / len(everything) ** 0.5 if len(everything) > 1 else everything.new_zeros(())
+    count = torch.bincount(clips)
+    means = torch.zeros(len(count), dtype=everything.dtype, device=clips.device)
+    means = means.index_add(0, clips, everything) / count
+    error = means.std() / len(means) ** 0.5 if len(means) > 1 else everything.new_zeros(())
     return {
         "eval/loss": everything.mean(),
-        "eval/loss_stderr": spread,
+        "eval/loss_stderr": error,  # over clips: the levels are the same for all
         **{f"eval/{expert}/loss": values.mean() for expert, values in losses.items()},
         "eval/loss_by_sigma": LossBySigma(sums, counts),
     }

@@ -3,7 +3,7 @@
 The experts of Wan 2.2 share no weights, so a step trains one of them. It is chosen once per optimizer step
 from a stream that is a function of (seed, step) alone, with the share of the timestep distribution that its
 interval holds; sigma is then drawn from the distribution given that interval, so the sigmas of the whole
-run follow the distribution exactly. """
+run follow the distribution exactly."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class Routing:
     """The schedule of experts of one run.
 
     ``shares`` maps the experts that train to their expected share of the steps; one or two experts, summing
-    to 1. """
+    to 1."""
 
     timesteps: Timesteps
     shares: dict[str, float]

@@ -7,30 +7,37 @@ from wan_ds.errors import TrainingError
 from wan_ds.training.engine import Engine
 
 GUARDED_STEPS = 3  # a zero-initialised head lets gradients through only after its own first step
+# A long warm-up, and Adam's eps beside tiny gradients, may hold a weight this many steps.
+LAST_LOOK = GUARDED_STEPS * 2**7
 
 
 class FirstSteps:
     """Watches an expert's first applied steps with a learning rate above zero.
 
-    After them every trainable parameter must have had a finite, non-zero gradient and have moved, and every
-    frozen one must be as it was; else TrainingError names those that differ. All ranks see the same and
-    raise together. """
+    After three of them every trainable parameter must have had a finite, non-zero gradient. Weights are
+    looked at after 3, 6, 12 ... steps: a frozen one must be as it was, and a trainable one must have moved by
+    the last look; the looks end once all have. Else TrainingError names those that differ, on all ranks.
+    """
 
     def __init__(self, expert: str, engine: Engine) -> None:
         self._expert = expert
         self._engine = engine
-        self._steps_left = GUARDED_STEPS
-        self._names = [name for name, _ in engine.parameters()]
-        self._with_gradient = torch.zeros(len(self._names), dtype=torch.bool)
-        self._before = self._hashes()
+        self._steps = 0
+        self._next_look = GUARDED_STEPS
+        names = [name for name, _ in engine.parameters()]
+        self._with_gradient = torch.zeros(len(names), dtype=torch.bool)
+        self._before: torch.Tensor | None = None  # hashes of the weights before the first watched update
 
     @property
     def is_watching(self) -> bool:
-        return self._steps_left > 0
+        return self._next_look <= LAST_LOOK
 
-    def look_at_gradients(self) -> None:
-        """Note which parameters have a gradient that is finite and not zero; called inside the engine's
-        step."""
+    def before_update(self) -> None:
+        """Note which parameters have a finite, non-zero gradient; called inside the engine's step."""
+        if self._before is None:
+            self._before = self._hashes()
+        if self._steps >= GUARDED_STEPS:
+            return
         for index, (_, parameter) in enumerate(self._engine.parameters()):
             if parameter.requires_grad:
                 gradient = self._engine.full_gradient(parameter)
@@ -38,38 +45,49 @@ class FirstSteps:
                     self._with_gradient[index] = True
 
     def after_step(self, applied: bool, learning_rate: float) -> None:
-        """Count the step and, after the last one watched, judge."""
+        """Count the step, and judge when a look is due."""
         if not (applied and learning_rate > 0):
             return
-        self._steps_left -= 1
-        if self.is_watching:
+        self._steps += 1
+        if self._steps < self._next_look:
             return
-        moved = self._hashes() != self._before
-        flags = torch.stack([self._with_gradient, moved]).to(torch.uint8)
-        flags = flags.to(next(iter(self._engine.parameters()))[1].device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        self._raise_for(*flags.bool().tolist())
+        if self._steps == GUARDED_STEPS:
+            with_gradient = self._on_any_rank(self._with_gradient)
+            self._refuse(
+                self._those(True, with_gradient, False), "trainable", "had no finite, non-zero gradient"
+            )
+        moved = self._on_any_rank((self._hashes() != self._before).any(dim=1))
+        self._refuse(self._those(False, moved, True), "frozen", "moved")
+        still = self._those(True, moved, False)
+        if self._steps >= LAST_LOOK:
+            self._refuse(still, "trainable", "did not move")
+        self._next_look = 2 * self._steps if still else LAST_LOOK + 1
 
-    def _raise_for(self, with_gradient: list[bool], moved: list[bool]) -> None:
-        trainable = {name for name, parameter in self._engine.parameters() if parameter.requires_grad}
-        faults = {
-            "trainable parameters without a finite, non-zero gradient": [
-                name
-                for name, flag in zip(self._names, with_gradient, strict=True)
-                if name in trainable and not flag
-            ],
-            "trainable parameters that did not move": [
-                name for name, flag in zip(self._names, moved, strict=True) if name in trainable and not flag
-            ],
-            "frozen parameters that moved": [
-                name for name, flag in zip(self._names, moved, strict=True) if name not in trainable and flag
-            ],
-        }
-        found = [f"{len(names)} {what} ({', '.join(names[:5])})" for what, names in faults.items() if names]
-        if found:
-            raise TrainingError(f"{self._expert}, after its first {GUARDED_STEPS} steps: {'; '.join(found)}")
+    def _those(self, trainable: bool, flags: list[bool], flag: bool) -> list[str]:
+        """Names of the trainable, or frozen, parameters with this flag."""
+        parameters = zip(self._engine.parameters(), flags, strict=True)
+        return [name for (name, p), own in parameters if p.requires_grad == trainable and own == flag]
+
+    def _refuse(self, names: list[str], kind: str, what: str) -> None:
+        if names:
+            raise TrainingError(
+                f"{self._expert}: {len(names)} {kind} parameters {what} in the first {self._steps} steps "
+                f"({', '.join(names[:5])})"
+            )
+
+    def _on_any_rank(self, flags: torch.Tensor) -> list[bool]:
+        where = next(self._engine.parameters())[1].device
+        shared = flags.to(where, torch.uint8)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return shared.bool().tolist()
 
     def _hashes(self) -> torch.Tensor:
-        """A hash per parameter of what this rank holds of it."""
-        shards = (self._engine.shard(parameter) for _, parameter in self._engine.parameters())
-        return torch.tensor([hash(torch.hash_tensor(shard.detach()).item()) for shard in shards])
+        """Two int64 per parameter that change with this rank's share: its bits' exclusive or, and sum."""
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        rows = []
+        for _, parameter in self._engine.parameters():
+            shard = self._engine.shard(parameter).detach().contiguous()
+            bits = shard.view(integers[shard.element_size()])
+            exclusive_or = torch.hash_tensor(bits).item() % 2**63
+            rows.append((exclusive_or, bits.sum(dtype=torch.int64).item()))
+        return torch.tensor(rows)

@@ -44,7 +44,7 @@ class Expert:
         """Apply the window; a non-finite one is skipped and changes nothing but the count of skips."""
         lr = self.lr
         watching = self.guard is not None and self.guard.is_watching
-        self.engine.before_update = self.guard.look_at_gradients if watching else None
+        self.engine.before_update = self.guard.before_update if watching else None
         applied = self.engine.step(lr)
         if watching:
             self.guard.after_step(applied, lr)

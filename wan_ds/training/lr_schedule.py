@@ -1,7 +1,7 @@
 """Learning-rate schedules: the factor on `optimizer.lr` as a function of one expert's own applied steps.
 
 Built with ``steps``, the number of steps that this expert will take, so that the floor is reached on its
-last one. """
+last one."""
 
 import math
 from abc import ABC, abstractmethod

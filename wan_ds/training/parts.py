@@ -45,7 +45,8 @@ def read_clips(config: Config, path: str | None = None) -> list[Clip]:
     path = config.data.path if path is None else path
     reader = detect(path) if config.data.reader is None else make("data.reader", config.data.reader)
     clips = reader(path)
-    return clips if config.data.limit is None else clips[: config.data.limit]
+    is_training = path == config.data.path
+    return clips[: config.data.limit] if is_training else clips
 
 
 def checked_clips(config: Config, path: str | None = None) -> list[Clip]:
@@ -80,6 +81,17 @@ def objective_of(config: Config, routing: Routing) -> FlowMatching:
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
     )
+
+
+def locate_weights(config: Config) -> None:
+    """Raise CheckpointError for the first component whose folder is missing; reads no weight."""
+    model = config.model
+    named = {"vae": model.vae, "text_encoder": model.text_encoder, "tokenizer": model.tokenizer}
+    trained = config.train.experts or model.experts
+    named |= {f"experts.{name}": model.experts[name] for name in trained}
+    for component, where in named.items():
+        if where.weights is not None:
+            locate(model.path, where.weights, component)
 
 
 class Encoders(NamedTuple):

@@ -5,13 +5,15 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from wan_ds.config import Config, to_dict
 from wan_ds.data.clips import Clip
 from wan_ds.data.latents import Encoded
-from wan_ds.errors import ConfigError
+from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.models.encoders import decode_latents
 from wan_ds.parallel.mesh import Mesh
+from wan_ds.parallel.reduce import host_group
 from wan_ds.training import callbacks, checkpoint, evaluation, parts, run_folder
 from wan_ds.training.engine import device
 from wan_ds.training.experts import Routing
@@ -24,23 +26,46 @@ log = logging.getLogger(__name__)
 
 
 def resume_point(config: Config) -> Path | None:
-    """The checkpoint to go on from, None to begin; reads only, the same on every rank.
+    """The checkpoint to go on from, None to begin; reads only.
 
-    Raises CheckpointError if the one that was named is missing or incomplete, or none of those found is
-    whole. """
+    Raises CheckpointError if the one that was named is missing, incomplete or not this run's newest, or none
+    of those found is whole; ConfigError if it was named in another run with other settings.
+    """
     if config.resume == "never":
         return None
     run = Path(config.run_dir)
-    folder = (
-        checkpoint.newest(run / "checkpoints")
-        if config.resume == "auto"
-        else checkpoint.find(run, config.resume)
-    )
+    folder = checkpoint.newest(run / "checkpoints")
+    if config.resume != "auto":
+        folder = named_checkpoint(config, run, newest=folder)
     if folder is None:
         log.info("======== new run in %s ========", run)
     else:
         log.info("======== resuming %s after %s ========", run, folder.name)
     return folder
+
+
+def named_checkpoint(config: Config, run: Path, newest: Path | None) -> Path:
+    """The checkpoint that ``resume`` names: of this run, or of another one with the same settings."""
+    folder = checkpoint.find(run, config.resume)
+    if newest is not None and checkpoint.read_state(newest).step > checkpoint.read_state(folder).step:
+        raise CheckpointError(
+            f"resume={config.resume}: {run} has later checkpoints, up to {newest.name}; leave resume out to "
+            "go on from there, or move the later ones away to go back"
+        )
+    run_folder.refuse_changes(folder.resolve().parents[1], to_dict(config))
+    return folder
+
+
+def agree(folder: Path | None, clips: list[Clip]) -> None:
+    """Raise CheckpointError on every rank unless all found the same checkpoint and clips on their disks."""
+    own = (folder.name if folder else "no checkpoint", checkpoint.dataset_of(clips))
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own, group=host_group())
+    if len(set(found)) > 1:
+        views = "; ".join(f"rank {rank}: {view[0]}, {view[1]}" for rank, view in enumerate(found))
+        raise CheckpointError(
+            f"the ranks do not see the same run and clips ({views}); they need one file system"
+        )
 
 
 def is_done(config: Config, folder: Path | None) -> bool:
@@ -86,7 +111,7 @@ def build_loop(  # noqa: PLR0913 - what train.py lists
         name: parts.build_expert(config, name, routing.intervals[name], schedule, mesh)
         for name, schedule in schedules.items()
     }
-    first_step = 0 if folder is None else restore(experts, folder, mesh)
+    first_step = 0 if folder is None else restore(experts, folder, mesh, checkpoint.dataset_of(clips))
     logger = callbacks.Log(trackers, config.tracker.log_every_steps, mesh.is_main)
     saving = config.checkpoint
     return Loop(
@@ -113,10 +138,11 @@ def build_loop(  # noqa: PLR0913 - what train.py lists
     )
 
 
-def restore(experts: dict[str, Expert], folder: Path, mesh: Mesh) -> int:
+def restore(experts: dict[str, Expert], folder: Path, mesh: Mesh, dataset: str) -> int:
     """Put the checkpoint's state into the experts; the number of finished steps."""
     checkpoint.warn_of_owner(folder)
-    state = checkpoint.load(folder, {name: e.engine for name, e in experts.items()}, mesh.world_size)
+    engines = {name: expert.engine for name, expert in experts.items()}
+    state = checkpoint.load(folder, engines, mesh.world_size, dataset)
     for name, counts in state.experts.items():
         expert = experts[name]
         expert.steps, expert.skipped, expert.clips = counts.steps, counts.skipped, counts.clips
@@ -129,6 +155,18 @@ def elements_per_token(config: Config) -> int:
     return transformer["in_channels"] * torch.Size(transformer.get("patch_size", (1, 2, 2))).numel()
 
 
+def evaluation_levels(config: Config, routing: Routing) -> torch.Tensor:
+    """The noise levels of validation; raises ConfigError if no expert that trains owns one of them."""
+    count = config.evaluation.sigmas_per_clip
+    sigmas = evaluation.levels(routing.timesteps, count)
+    if not {routing.owner_of(sigma) for sigma in sigmas.tolist()} & set(routing.shares):
+        raise ConfigError(
+            f"evaluation.sigmas_per_clip={count}: none of these noise levels belongs to "
+            f"{', '.join(routing.shares)}; choose more, or leave evaluation out"
+        )
+    return sigmas
+
+
 def validation(
     config: Config, encoders: parts.Encoders, encoded: Encoded, routing: Routing
 ) -> list[Callback]:
@@ -139,7 +177,7 @@ def validation(
     if wanted.path is not None:
         clips = parts.checked_clips(config, wanted.path)
         encoded = parts.encoded_of(config, clips, encoders, keep=True)
-    sigmas = evaluation.levels(routing.timesteps, wanted.sigmas_per_clip)
+    sigmas = evaluation_levels(config, routing)
     probes = evaluation.probes(min(wanted.clips, len(encoded.clips)), sigmas, routing.owner_of)
 
     def evaluate(loop: Loop) -> None:
@@ -170,12 +208,6 @@ def sampling(
     wanted = config.sampling
     if wanted.every_steps is None and not wanted.at_start:
         return []
-    absent = set(config.model.experts) - set(config.train.experts or config.model.experts)
-    if absent:
-        raise ConfigError(
-            f"sampling.every_steps: a video needs every expert, and {', '.join(sorted(absent))} is not in "
-            "train.experts; set sampling.every_steps=null and sampling.at_start=false"
-        )
     prompts = wanted.prompts or [clip.caption for clip in encoded.clips[: callbacks.CLIPS_SAMPLED]]
     guidance = guidance_of(wanted.guidance, list(config.model.experts))
 

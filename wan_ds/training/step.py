@@ -1,7 +1,7 @@
 """One micro-batch of flow matching, as the papers write it.
 
 Letters: C channels, F H W of the latents. Every draw belongs to a clip by (seed, step, slot), so that it
-does not depend on how the step's clips are laid out over ranks and micro-batches. """
+does not depend on how the step's clips are laid out over ranks and micro-batches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
