@@ -1,5 +1,6 @@
 """The main job as a person starts it, by every launcher: the same numbers, one run folder, no litter."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -30,7 +31,6 @@ LAUNCHERS = {
     "torchrun": [BIN / "torchrun", "--nproc-per-node", "2", ROOT / "scripts/train.py"],
     "deepspeed": [BIN / "deepspeed", "--num_gpus", "2", "--module", "wan_ds.train"],
 }  # launch/local.sh, which starts scripts/train.py by `deepspeed`, is run by test_readme.py
-
 
 
 def launch(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
@@ -92,7 +92,7 @@ def test_a_run_leaves_its_folder_and_nothing_else(launched):
     for name in LAUNCHERS:
         assert [path.name for path in (launched / name).iterdir()] == ["runs"], name
         run = launched / name / "runs/mine"
-        expected = {"config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "log.txt"}
+        expected = {".lock", "config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "log.txt"}
         expected |= {"deepspeed": {"wandb"}, "torchrun": {"samples"}}.get(name, set())
         assert {path.name for path in run.iterdir()} == expected, name
         folder = checkpoint.find(run, "latest")
@@ -139,6 +139,9 @@ def test_a_finished_run_says_so_and_other_numbers_are_refused(launched):
     again = [*LAUNCHERS["python"], *SMALL, "run_name=mine", "tracker.mode=disabled"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     calls = [again, [*again, "optimizer.lr=1e-4"], [*again, "train.steps=2"], [*again, "resume=never"]]
+    calls.append([*again, "train.steps=5"])  # may go on, but for the job that holds the folder
+    holder = (run / ".lock").open("a")
+    fcntl.flock(holder, fcntl.LOCK_EX)
     processes = [
         subprocess.Popen(
             list(map(str, call)), cwd=launched / "python", env=environment, stderr=subprocess.PIPE, text=True
@@ -147,7 +150,9 @@ def test_a_finished_run_says_so_and_other_numbers_are_refused(launched):
     ]
     ended = [(p.communicate(timeout=90)[1], p.returncode) for p in processes]
     assert ended[0][1] == 0 and "is finished: 3 steps" in ended[0][0]
-    assert [code for _, code in ended[1:]] == [2, 2, 2]
+    holder.close()
+    assert [code for _, code in ended[1:]] == [2, 2, 2, 2]
+    assert "is training there; wait for it" in ended[4][0]
     assert "optimizer.lr: 0.004 -> 0.0001" in ended[1][0] and "train.steps" in ended[2][0]
     assert "resume=never" in ended[3][0] and "has checkpoints" in ended[3][0]
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

@@ -19,6 +19,7 @@ def main(config: Config) -> int:
 
     from wan_ds.parallel.mesh import Mesh
     from wan_ds.training import parts, run
+    from wan_ds.training.checkpoint import refuse_misfit
     from wan_ds.training.engine import init_distributed
 
     folder = run.resume_point(config)
@@ -32,23 +33,27 @@ def main(config: Config) -> int:
     routing = parts.routing_of(config)
     schedules = parts.schedules_of(config, routing)
     run.evaluation_levels(config, routing)
+    if folder is not None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        refuse_misfit(folder, world_size=world_size, experts=schedules, clips=clips)
+    parts.locate_weights(config)
     if config.train.deterministic:
         run.make_deterministic()
-
-    parts.locate_weights(config)
 
     init_distributed()
     run.agree(folder, clips)
     mesh = Mesh(config.parallelism.sp_size)
-    trackers = run.open_folder(config, mesh)
-    logs.to_file(mesh.rank, Path(config.run_dir) / "log.txt")
-    code = 1
-    try:
-        loop = run.build_loop(config, mesh, clips, routing, schedules, trackers, folder)
-        loop.run()
-        code = 128 + loop.stopped_by if loop.stopped_by and not loop.is_finished else 0
-    finally:
-        trackers.close(code)
+    with run.held(config, mesh):
+        run.say_what_was_found(config, folder)
+        trackers = run.open_folder(config, mesh)
+        logs.to_file(mesh.rank, Path(config.run_dir) / "log.txt")
+        code = 1
+        try:
+            loop = run.build_loop(config, mesh, clips, routing, schedules, trackers, folder)
+            loop.run()
+            code = 128 + loop.stopped_by if loop.stopped_by and not loop.is_finished else 0
+        finally:
+            trackers.close(code)
     if code == 0:
         run.tell_launcher(config, rank)
     return code

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from wan_ds.parallel.reduce import host_group
+from wan_ds.errors import TrainingError
+from wan_ds.parallel.reduce import any_rank, host_group
 from wan_ds.training import checkpoint
 from wan_ds.training.checkpoint import ExpertState, TrainerState
 from wan_ds.training.loop import Callback, Loop
@@ -82,16 +83,31 @@ class Log(Callback):
             self.flush(loop)
 
     def after_training(self, loop: Loop) -> None:
-        self.flush(loop)
+        failure = self._write(loop)  # alone: an error may have brought this rank here and no other
+        if failure is not None:
+            log.error(failure)
         if self._bar is not None:
             self._bar.close()
 
     def flush(self, loop: Loop) -> None:
-        """Read the pending numbers from the device and hand them to the trackers."""
+        """Read the pending numbers from the device and hand them to the trackers; a collective.
+
+        Raises TrainingError on every rank if rank 0 cannot write them.
+        """
+        failure = self._write(loop)
+        if any_rank(failure is not None):
+            raise TrainingError(failure or "rank 0 could not write metrics.jsonl")
+
+    def _write(self, loop: Loop) -> str | None:
+        """Write what is pending; why it could not be."""
         records = loop.meters.flush()
-        self._trackers.write(records)
+        try:
+            self._trackers.write(records)
+        except OSError as error:
+            return str(error)
         if self._is_main and records and "expert" in records[-1]:
             self._show(records[-1], loop.steps)
+        return None
 
     def _show(self, record: dict, steps: int) -> None:
         expert = record["expert"]

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,9 +87,14 @@ def save(checkpoints: Path, state: TrainerState, engines: Mapping[str, "Engine"]
         publish(unfinished, target)
         point_latest(checkpoints, target.name)
 
-    together(make_room if is_main else None, target)
-    together(write_shards, target)
-    together(finish if is_main else None, target)
+    try:
+        together(make_room if is_main else None, target)
+        together(write_shards, target)
+        together(finish if is_main else None, target)
+    except CheckpointError:
+        if is_main:
+            shutil.rmtree(unfinished, ignore_errors=True)  # it may be what fills the disk
+        raise
     if is_main:
         remove_old(checkpoints, keep_last)
     return target
@@ -105,7 +110,11 @@ def together(part: Callable[[], None] | None, target: Path) -> None:
         failure = f"{type(error).__name__}: {error}"
     if any_rank(failure is not None):
         reason = failure or "another rank could not write its part"
-        raise CheckpointError(f"{target} was not written: {reason}; older checkpoints are as they were")
+        free = shutil.disk_usage(target.parent.parent).free // 2**20
+        raise CheckpointError(
+            f"{target} was not written: {reason}; {free} MB are free there; older checkpoints are "
+            "as they were"
+        )
 
 
 def seal(folder: Path, state: TrainerState) -> None:
@@ -253,28 +262,32 @@ def warn_of_owner(folder: Path) -> None:
         )
 
 
-def load(folder: Path, engines: Mapping[str, "Engine"], world_size: int, dataset: str) -> TrainerState:
-    """Put a checkpoint into fresh engines; a collective. Raises CheckpointError on every rank if it does
-    not fit."""
+def refuse_misfit(folder: Path, *, world_size: int, experts: Collection[str], clips: Sequence[Clip]) -> None:
+    """Raise CheckpointError if this run cannot go on from the checkpoint; reads the trainer's state alone."""
     state = read_state(folder)
     if state.world_size != world_size:
         raise CheckpointError(
-            f"{folder} was written by {state.world_size} ranks and this run has {world_size}; resume with "
-            f"{state.world_size} ranks, or start a new run from its weights"
+            f"{folder} was written by a world of {state.world_size} (ranks) and this is one of {world_size}; "
+            f"resume with {state.world_size}, or start a new run"
         )
-    if set(state.experts) != set(engines):
+    if set(state.experts) != set(experts):
         raise CheckpointError(
-            f"{folder} holds {', '.join(state.experts)} and this run trains {', '.join(engines)}; "
+            f"{folder} holds {', '.join(state.experts)} and this run trains {', '.join(experts)}; "
             "set train.experts alike"
         )
+    dataset = dataset_of(clips)
     if state.dataset != dataset:
         raise CheckpointError(
             f"{folder} was trained on other clips ({state.dataset}) than are there now ({dataset}): files or "
             "captions were added, removed or changed; restore them, or start a new run"
         )
+
+
+def load(folder: Path, engines: Mapping[str, "Engine"]) -> TrainerState:
+    """Put a checkpoint that fits into fresh engines; a collective."""
     for expert, engine in engines.items():
         engine.load(folder, expert)
-    return state
+    return read_state(folder)
 
 
 def read_weights(folder: Path, expert: str) -> dict[str, torch.Tensor]:

@@ -1,7 +1,11 @@
 """One run from its settings to its end."""
 
+import fcntl
 import logging
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -13,7 +17,7 @@ from wan_ds.data.latents import Encoded
 from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.models.encoders import decode_latents
 from wan_ds.parallel.mesh import Mesh
-from wan_ds.parallel.reduce import host_group
+from wan_ds.parallel.reduce import any_rank, host_group
 from wan_ds.training import callbacks, checkpoint, evaluation, parts, run_folder
 from wan_ds.training.engine import device
 from wan_ds.training.experts import Routing
@@ -37,11 +41,40 @@ def resume_point(config: Config) -> Path | None:
     folder = checkpoint.newest(run / "checkpoints")
     if config.resume != "auto":
         folder = named_checkpoint(config, run, newest=folder)
-    if folder is None:
-        log.info("======== new run in %s ========", run)
-    else:
-        log.info("======== resuming %s after %s ========", run, folder.name)
     return folder
+
+
+def say_what_was_found(config: Config, folder: Path | None) -> None:
+    """One loud line: a beginning, or a continuation."""
+    if folder is None:
+        log.info("======== new run in %s ========", config.run_dir)
+    else:
+        log.info("======== resuming %s after %s ========", config.run_dir, folder.name)
+
+
+@contextmanager
+def held(config: Config, mesh: Mesh) -> Iterator[None]:
+    """Inside, no other job trains in the run's folder; raises ConfigError on every rank if one does."""
+    path = Path(config.run_dir) / ".lock"
+    with ExitStack() as stack:
+        other = ""
+        if mesh.is_main:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("a+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
+            except BlockingIOError:
+                file.seek(0)
+                other = file.read() or "another process"
+        if any_rank(bool(other)):
+            raise ConfigError(
+                f"run_dir={config.run_dir}: {other or 'another job'} is training there; wait for it, "
+                "stop it, or choose another run_name"
+            )
+        yield
 
 
 def named_checkpoint(config: Config, run: Path, newest: Path | None) -> Path:
@@ -52,7 +85,13 @@ def named_checkpoint(config: Config, run: Path, newest: Path | None) -> Path:
             f"resume={config.resume}: {run} has later checkpoints, up to {newest.name}; leave resume out to "
             "go on from there, or move the later ones away to go back"
         )
-    run_folder.refuse_changes(folder.resolve().parents[1], to_dict(config))
+    origin = folder.resolve().parents[1]
+    run_folder.refuse_changes(origin, to_dict(config))
+    if origin != run.resolve() and is_done(config, folder):
+        raise CheckpointError(
+            f"resume={config.resume}: that checkpoint has all of the {config.train.steps} steps already; "
+            "raise train.steps to go on from it"
+        )
     return folder
 
 
@@ -111,7 +150,7 @@ def build_loop(  # noqa: PLR0913 - what train.py lists
         name: parts.build_expert(config, name, routing.intervals[name], schedule, mesh)
         for name, schedule in schedules.items()
     }
-    first_step = 0 if folder is None else restore(experts, folder, mesh, checkpoint.dataset_of(clips))
+    first_step = 0 if folder is None else restore(experts, folder)
     logger = callbacks.Log(trackers, config.tracker.log_every_steps, mesh.is_main)
     saving = config.checkpoint
     return Loop(
@@ -138,11 +177,11 @@ def build_loop(  # noqa: PLR0913 - what train.py lists
     )
 
 
-def restore(experts: dict[str, Expert], folder: Path, mesh: Mesh, dataset: str) -> int:
+def restore(experts: dict[str, Expert], folder: Path) -> int:
     """Put the checkpoint's state into the experts; the number of finished steps."""
     checkpoint.warn_of_owner(folder)
     engines = {name: expert.engine for name, expert in experts.items()}
-    state = checkpoint.load(folder, engines, mesh.world_size, dataset)
+    state = checkpoint.load(folder, engines)
     for name, counts in state.experts.items():
         expert = experts[name]
         expert.steps, expert.skipped, expert.clips = counts.steps, counts.skipped, counts.clips
