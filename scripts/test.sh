@@ -11,7 +11,8 @@ source launch/environment.sh
 export OMP_NUM_THREADS=1
 
 if [[ "${1:-}" != gpu ]]; then
-  exec "$WAN_DS_PYTHON" -m pytest -q "$@"
+  # Two workers: a test mostly waits for processes that it started. Files stay whole, so that a world serves many cases.
+  exec "$WAN_DS_PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
 fi
 
 if ! "$WAN_DS_PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then

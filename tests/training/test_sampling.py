@@ -413,6 +413,7 @@ def with_checkpoint(run_dir, experts, monkeypatch):
         step=10,
         planned_steps=10,
         world_size=2,
+        dataset="3 clips, 0",
         experts={
             "high_noise": checkpoints.ExpertState(4, 0, 0, 8, 0.42),
             "low_noise": checkpoints.ExpertState(6, 0, 0, 12, 0.58),
