@@ -90,7 +90,7 @@ def test_every_file_that_is_named_is_there():
 
 def run(words: list[str]) -> str:
     environment = {**os.environ, "WAN_DS_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=360)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -48,7 +48,7 @@ def launch(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 
@@ -148,7 +148,7 @@ def test_a_finished_run_says_so_and_other_numbers_are_refused(launched):
         )
         for call in calls
     ]
-    ended = [(p.communicate(timeout=90)[1], p.returncode) for p in processes]
+    ended = [(p.communicate(timeout=180)[1], p.returncode) for p in processes]
     assert ended[0][1] == 0 and "is finished: 3 steps" in ended[0][0]
     holder.close()
     assert [code for _, code in ended[1:]] == [2, 2, 2, 2]

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 START_SECONDS = 180.0
-COLLECTIVE_SECONDS = 60.0
+COLLECTIVE_SECONDS = 120.0
 
 
 class RankTraceback(Exception):
@@ -40,7 +40,7 @@ class RankDied(RuntimeError):
 class World:
     """``size`` processes with one gloo group and DeepSpeed's backend on it, started at the first run."""
 
-    def __init__(self, size: int, timeout: float = 60.0):
+    def __init__(self, size: int, timeout: float = 120.0):
         self.size = size
         self.timeout = timeout
         self._processes: list[multiprocessing.process.BaseProcess] = []

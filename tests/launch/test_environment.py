@@ -51,32 +51,32 @@ def calls_of_pip(checkout: Path) -> int:
 def test_two_jobs_at_once_install_once_and_the_next_not_at_all(checkout):
     jobs = [start(checkout), start(checkout)]
     for job in jobs:
-        output, errors = job.communicate(timeout=20)
+        output, errors = job.communicate(timeout=60)
         assert job.returncode == 0, errors
         assert output == f"{checkout}/.venv/bin/python\n"
     assert calls_of_pip(checkout) == 1
-    assert start(checkout).communicate(timeout=20)[1] == "environment: .venv\n"
+    assert start(checkout).communicate(timeout=60)[1] == "environment: .venv\n"
     assert calls_of_pip(checkout) == 1
 
 
 def test_an_installation_that_failed_is_taken_up_again_and_says_so(checkout):
     job = start(checkout, PIP_FAILS="1")
-    assert "run the same command again" in job.communicate(timeout=20)[1]
+    assert "run the same command again" in job.communicate(timeout=60)[1]
     assert job.returncode != 0
-    assert start(checkout).communicate(timeout=20)[0]
+    assert start(checkout).communicate(timeout=60)[0]
     assert calls_of_pip(checkout) == 2
 
 
 def test_other_constraints_are_installed(checkout):
-    start(checkout).communicate(timeout=20)
+    start(checkout).communicate(timeout=60)
     with (checkout / "launch" / "constraints.txt").open("a") as constraints:
         constraints.write("einops==0.8.2\n")
-    start(checkout).communicate(timeout=20)
+    start(checkout).communicate(timeout=60)
     assert calls_of_pip(checkout) == 2
 
 
 def test_an_environment_that_was_named_is_used_as_it_is(checkout):
     named = str(checkout.parent / "python")
-    output, _ = start(checkout, WAN_DS_PYTHON=named).communicate(timeout=20)
+    output, _ = start(checkout, WAN_DS_PYTHON=named).communicate(timeout=60)
     assert output == f"{named}\n"
     assert not (checkout / ".venv").exists()

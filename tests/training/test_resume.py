@@ -56,7 +56,7 @@ def runs(folder: Path, plan: list) -> list:
             env=environment,
             cwd=folder,
             check=True,
-            timeout=240,
+            timeout=600,
             stderr=log,
             stdout=log,
         )
