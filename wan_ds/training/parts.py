@@ -1,6 +1,7 @@
 """From settings to the parts of a run: clips, encoders, experts. The only place that knows both."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,16 +29,15 @@ from wan_ds.training.step import FlowMatching
 log = logging.getLogger(__name__)
 
 
-def make(key: str, settings: dict[str, Any], **supplied: Any) -> Any:
-    """Call the target of an open group with its settings."""
-    arguments = {name: value for name, value in settings.items() if name not in targets.DIRECTIVES}
-    return targets.find(key, settings["_target_"])(**arguments, **supplied)
-
-
-def target_of(key: str, settings: dict[str, Any]) -> Any:
-    """The target of an open group with its settings bound, to be called later."""
+def target_of(key: str, settings: dict[str, Any]) -> Callable[..., Any]:
+    """The target of an open group with its settings bound, to be called with what training supplies."""
     arguments = {name: value for name, value in settings.items() if name not in targets.DIRECTIVES}
     return partial(targets.find(key, settings["_target_"]), **arguments)
+
+
+def make(key: str, settings: dict[str, Any], **supplied: Any) -> Any:
+    """What the target of an open group makes of its settings."""
+    return target_of(key, settings)(**supplied)
 
 
 def read_clips(config: Config, path: str | None = None) -> list[Clip]:
