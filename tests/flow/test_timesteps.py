@@ -9,15 +9,25 @@ from wan_ds.flow.path import latents_from, mix, noise_from, shifted, timestep, u
 from wan_ds.flow.timesteps import (
     Interval,
     LogitNormal,
+    Mode,
     Uniform,
     expert_intervals,
     mass,
     stratified,
     truncated,
 )
-from wan_ds.flow.weighting import bell, constant
+from wan_ds.flow.weighting import bell, constant, min_snr
 
-DISTRIBUTIONS = [Uniform(), Uniform(3.0), Uniform(12.0), LogitNormal(), LogitNormal(0.5, 1.3, 5.0)]
+DISTRIBUTIONS = [
+    Uniform(),
+    Uniform(3.0),
+    Uniform(12.0),
+    LogitNormal(),
+    LogitNormal(0.5, 1.3, 5.0),
+    Mode(),
+    Mode(-0.9, 5.0),
+    Mode(1.75, 12.0),
+]
 
 
 @pytest.mark.parametrize("timesteps", DISTRIBUTIONS, ids=str)
@@ -33,7 +43,9 @@ def test_quantile_reaches_both_ends(timesteps):
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 12.0])
-@pytest.mark.parametrize("make", [Uniform, lambda shift: LogitNormal(shift=shift)])
+@pytest.mark.parametrize(
+    "make", [Uniform, lambda shift: LogitNormal(shift=shift), lambda shift: Mode(shift=shift)]
+)
 def test_median_of_shifted_sigma_is_s_over_one_plus_s(make, shift):
     assert make(shift).quantile(torch.tensor(0.5)).item() == pytest.approx(shift / (1 + shift), abs=1e-12)
 
@@ -163,3 +175,30 @@ def test_bell_is_normalised_over_the_fixed_grid_and_pure():
     single = torch.tensor([0.3], dtype=torch.float32)
     assert bell(single).isfinite().all() and bell(single)[0] == bell(torch.tensor([0.3, 0.9, 0.1]))[0]
     assert torch.equal(constant(grid), torch.ones_like(grid))
+
+
+def test_mode_is_the_sampling_of_stable_diffusion_3():
+    from diffusers.training_utils import compute_density_for_timestep_sampling
+
+    for scale in (-0.9, 0.0, 0.81, 1.29):
+        torch.manual_seed(0)
+        theirs = compute_density_for_timestep_sampling("mode", 2_000, mode_scale=scale)
+        torch.manual_seed(0)
+        u = torch.rand(2_000)  # theirs runs from noise to the clip
+        torch.testing.assert_close(Mode(scale).quantile(1 - u.double()).float(), theirs, rtol=0, atol=1e-6)
+    assert torch.equal(Mode(0.0).quantile(u), Uniform().quantile(u))
+    for wrong in (-1.01, 1.76, math.nan):
+        with pytest.raises(ValueError, match=r"timesteps\.scale="):
+            Mode(wrong)
+
+
+def test_min_snr_weights_the_velocity_as_min_snr_weights_the_latents():
+    sigma = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
+    latents, noise, error = torch.tensor(0.3), torch.tensor(-1.1), torch.tensor(0.25)
+    noised = mix(latents, noise, sigma)
+    of_latents = latents_from(noised, velocity(latents, noise) + error, sigma) - latents
+    snr = ((1 - sigma) / sigma) ** 2
+    expected = snr.clamp(max=5.0) * of_latents.square() / error.square()
+    torch.testing.assert_close(min_snr(sigma), expected, rtol=1e-6, atol=1e-9)
+    assert min_snr(torch.tensor([0.0, 1.0])).tolist() == [0, 0]
+    assert sigma[min_snr(sigma, 4.0).argmax()].item() == pytest.approx(1 / 3, abs=1e-3)

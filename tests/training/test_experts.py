@@ -15,8 +15,10 @@ STEPS = 2_000
 T2V, I2V = (0.875, 12.0, 0.632), (0.9, 5.0, 0.357)
 
 
-def routing(boundary, shift, policy="natural", experts=None, seed=0):
-    return plan_routing(Uniform(shift), boundary=boundary, experts=experts, policy=policy, seed=seed)
+def routing(boundary, shift, policy="natural", experts=None, seed=0, **options):
+    return plan_routing(
+        Uniform(shift), boundary=boundary, experts=experts, policy=policy, seed=seed, **options
+    )
 
 
 @pytest.mark.parametrize(("boundary", "shift", "share"), [T2V, I2V], ids=["t2v", "i2v"])
@@ -66,10 +68,40 @@ def test_an_expert_that_the_distribution_never_reaches_is_refused():
         plan_routing(LogitNormal(40.0, 0.01), boundary=0.875, experts=None, policy="natural", seed=0)
 
 
-@pytest.mark.parametrize("policy", ["natural", "balanced"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.85])
+def test_fixed_draws_with_the_given_share(share):
+    plan = routing(*T2V[:2], "fixed", high_noise_share=share)
+    assert plan.shares == pytest.approx({"high_noise": share, "low_noise": 1 - share})
+    high = plan.counts(STEPS)["high_noise"]
+    assert abs(high - STEPS * share) < 3 * math.sqrt(STEPS * share * (1 - share))
+
+
+def test_alternate_gives_each_expert_its_run_of_steps_in_turn():
+    plan = routing(*T2V[:2], "alternate", run_length=3)
+    assert [plan.expert_of(step)[0] for step in range(14)] == list("hhhlllhhhlllhh")
+    assert plan.counts(14) == {"high_noise": 8, "low_noise": 6}
+    assert plan.shares == {"high_noise": 0.5, "low_noise": 0.5}
+    assert [routing(*T2V[:2], "alternate").expert_of(step)[0] for step in range(4)] == list("hlhl")
+
+
+def test_no_policy_changes_the_noise_levels_of_an_expert():
+    ways = {"natural": {}, "fixed": {"high_noise_share": 0.1}, "alternate": {"run_length": 7}}
+    plans = [routing(*T2V[:2], policy, **options) for policy, options in ways.items()]
+    assert plans[0].intervals == plans[1].intervals == plans[2].intervals
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("natural", {}),
+        ("balanced", {}),
+        ("fixed", {"high_noise_share": 0.2}),
+        ("alternate", {"run_length": 4}),
+    ],
+)
 @pytest.mark.parametrize("curve", [Cosine, Linear])
-def test_each_schedule_ends_at_its_floor_on_that_experts_last_step(policy, curve):
-    plan = routing(*T2V[:2], policy=policy)
+def test_each_schedule_ends_at_its_floor_on_that_experts_last_step(policy, options, curve):
+    plan = routing(*T2V[:2], policy=policy, **options)
     counts = plan.counts(300)
     schedules = {name: curve(steps=count, warmup_steps=5, floor=0.1) for name, count in counts.items()}
     taken = dict.fromkeys(counts, 0)

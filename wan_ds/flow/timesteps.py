@@ -12,6 +12,9 @@ import torch
 
 from wan_ds.flow.path import shifted, unshifted
 
+MODE_SCALE_LIMIT = 2 / (math.pi - 2)
+BISECTIONS = 64  # halvings of [0, 1]: beyond the last bit of float64
+
 
 class Timesteps(Protocol):
     """What a distribution of sigma must be able to do."""
@@ -65,6 +68,43 @@ class LogitNormal:
     def cdf(self, sigma: torch.Tensor) -> torch.Tensor:
         logit = torch.special.logit(sigma.double())
         return torch.special.ndtr((logit - self.mean - math.log(self.shift)) / self.std)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Draws that gather in the middle (scale > 0) or at both ends (scale < 0), then the shift.
+
+    With u uniform, sigma = u - scale (sin^2(pi u / 2) - u) before the shift: Esser et al. 2024, eq. 20, written
+    from the clean end. It is monotonic for -1 <= scale <= 2 / (pi - 2) = 1.75; 0 is `Uniform`.
+    """
+
+    scale: float = 1.29
+    shift: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_shift(self.shift)
+        if not -1 <= self.scale <= MODE_SCALE_LIMIT:
+            raise ValueError(
+                f"timesteps.scale={self.scale} must lie between -1 and {MODE_SCALE_LIMIT:.4f}, where every sigma "
+                "belongs to one draw"
+            )
+
+    def quantile(self, u: torch.Tensor) -> torch.Tensor:
+        return shifted(self._bent(u.double()), self.shift)
+
+    def cdf(self, sigma: torch.Tensor) -> torch.Tensor:
+        """By bisection: the bend has no inverse in closed form."""
+        wanted = unshifted(sigma.double(), self.shift)
+        low, high = torch.zeros_like(wanted), torch.ones_like(wanted)
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            is_below = self._bent(middle) < wanted
+            low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
+        return torch.where(wanted <= 0, low, torch.where(wanted >= 1, torch.ones_like(high), (low + high) / 2))
+
+    def _bent(self, u: torch.Tensor) -> torch.Tensor:
+        bent = u - self.scale * (torch.sin(math.pi / 2 * u).square() - u)
+        return bent.clamp(0, 1)  # the sine of pi / 2 may miss 1 by the last bit
 
 
 @dataclass(frozen=True)

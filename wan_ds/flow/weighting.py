@@ -26,3 +26,13 @@ def bell(sigma: torch.Tensor) -> torch.Tensor:
     DiffSynth-Studio's Wan trainer on an unshifted grid. It never depends on the other clips of a batch.
     """
     return ((_bump(sigma.double() * TIMESTEPS) - _FLOOR) / _MEAN).clamp_min(0).to(sigma.dtype)
+
+
+def min_snr(sigma: torch.Tensor, gamma: float = 5.0) -> torch.Tensor:
+    """min(SNR, gamma) on the error of the predicted latents, as a weight on that of the velocity.
+
+    SNR = ((1 - sigma) / sigma)^2, and the latents' error is sigma times the velocity's, so the weight is
+    min((1 - sigma)^2, gamma sigma^2): 0 at both ends, highest at sigma = 1 / (1 + sqrt(gamma)).
+    Hang et al. 2023, section 3.4.
+    """
+    return torch.minimum((1 - sigma).square(), gamma * sigma.square())

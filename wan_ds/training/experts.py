@@ -6,7 +6,7 @@ interval holds; sigma is then drawn from the distribution given that interval, s
 run follow the distribution exactly."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,39 +16,33 @@ from wan_ds.errors import ConfigError
 from wan_ds.flow.timesteps import Interval, Timesteps, expert_intervals, mass
 
 
-def natural(share: float, seed: int, step: int) -> bool:
-    """Whether the first expert works at ``step``: an independent draw with probability ``share``."""
-    return streams.uniform(seed, "expert", step) < share
-
-
-def balanced(share: float, seed: int, step: int) -> bool:  # noqa: ARG001 - the same shape as every policy
-    """Whether the first expert works at ``step``: error diffusion, never more than half a step from its
-    share."""
-    return math.floor((step + 1) * share + 0.5) > math.floor(step * share + 0.5)
-
-
-POLICIES: dict[str, Callable[[float, int, int], bool]] = {"natural": natural, "balanced": balanced}
-
-
 @dataclass(frozen=True)
 class Routing:
     """The schedule of experts of one run.
 
     ``shares`` maps the experts that train to their expected share of the steps; one or two experts, summing
-    to 1."""
+    to 1. Where there are two, ``policy`` chooses: ``natural`` and ``fixed`` draw each step by itself, with
+    the distribution's own share or a given one; ``balanced`` diffuses the error, so that no expert is ever
+    more than half a step from its share; ``alternate`` gives each ``run_length`` steps in turn."""
 
     timesteps: Timesteps
     shares: dict[str, float]
     intervals: dict[str, Interval]
     policy: str
     seed: int
+    run_length: int = 1
 
     def expert_of(self, step: int) -> str:
         """The expert of the step that follows ``step`` finished ones; equal on every rank."""
         first, *others = self.shares
-        if not others or POLICIES[self.policy](self.shares[first], self.seed, step):
-            return first
-        return others[0]
+        return first if not others or self._is_first(self.shares[first], step) else others[0]
+
+    def _is_first(self, share: float, step: int) -> bool:
+        if self.policy == "alternate":
+            return step // self.run_length % 2 == 0
+        if self.policy == "balanced":
+            return math.floor((step + 1) * share + 0.5) > math.floor(step * share + 0.5)
+        return streams.uniform(self.seed, "expert", step) < share
 
     def counts(self, steps: int) -> dict[str, int]:
         """How many of the first ``steps`` steps each expert takes."""
@@ -63,12 +57,20 @@ class Routing:
         return next(name for name, interval in self.intervals.items() if interval.contains(value))
 
 
-def plan_routing(
-    timesteps: Timesteps, *, boundary: float | None, experts: Sequence[str] | None, policy: str, seed: int
+def plan_routing(  # noqa: PLR0913 - one argument a setting
+    timesteps: Timesteps,
+    *,
+    boundary: float | None,
+    experts: Sequence[str] | None,
+    policy: str,
+    seed: int,
+    high_noise_share: float | None = None,
+    run_length: int | None = None,
 ) -> Routing:
     """The routing of the experts that train (null: all) under the one stored boundary.
 
-    Raises ConfigError where an expert would never be chosen.
+    ``high_noise_share`` belongs to the policy ``fixed`` and ``run_length`` to ``alternate``. Raises
+    ConfigError where an expert would never be chosen.
     """
     intervals = expert_intervals(boundary)
     trained = [name for name in intervals if experts is None or name in experts]
@@ -81,4 +83,7 @@ def plan_routing(
         )
     total = sum(masses.values())
     shares = {name: share / total for name, share in masses.items()}
-    return Routing(timesteps, shares, intervals, policy, seed)
+    if len(shares) == 2 and policy in ("fixed", "alternate"):
+        high = 0.5 if policy == "alternate" else high_noise_share
+        shares = {"high_noise": high, "low_noise": 1 - high}
+    return Routing(timesteps, shares, intervals, policy, seed, run_length or 1)
