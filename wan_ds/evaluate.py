@@ -46,7 +46,7 @@ def main(options: EvaluateOptions) -> int:
     clips = parts.checked_clips(config, path)
     encoded = parts.encoded_of(config, clips, parts.load_encoders(config, where), keep=True)
     experts = load_experts(config, folder, where)
-    routing = parts.routing_of(config)
+    routing, conditioning = parts.routing_of(config), parts.conditioning_of(config)
     sigmas = evaluation.levels(
         routing.timesteps, options.sigmas_per_clip or config.evaluation.sigmas_per_clip
     )
@@ -65,9 +65,9 @@ def main(options: EvaluateOptions) -> int:
             name: evaluation.probe_losses(
                 routed,
                 sigmas,
-                encoded.latents,
-                encoded.prompt,
+                encoded,
                 experts[name],
+                conditioning,
                 seed=config.seed,
                 batch_size=options.batch_size,
             )

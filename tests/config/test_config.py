@@ -3,12 +3,14 @@
 import copy
 import inspect
 import re
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
-from wan_ds.config import Config, Dtype, Weights, check, read, targets, to_dict
+from wan_ds.config import Config, Dtype, Policy, Weights, check, read, targets, to_dict
 from wan_ds.config.command_line import parse
 from wan_ds.config.composition import conf_dir, configure
 from wan_ds.config.foreign_keys import (
@@ -103,13 +105,71 @@ def test_the_a14b_recipes_train_what_their_names_say():
     }
 
 
-def test_the_a14b_transformer_is_the_published_size():
-    transformer = configure(parse(["recipe=wan2.2-t2v-a14b"])).model.transformer
-    torch = pytest.importorskip("torch")
-    diffusers = pytest.importorskip("diffusers")
+# What Wan's own code and hub folders say: parameters of one transformer, shift, boundary, guidance (high or
+# all, low), sampling steps, frames, fps, default height and width.
+PUBLISHED = {
+    "wan2.1-t2v-1.3b": (1_418_996_800, 5.0, None, (5.0,), 50, 81, 16, 480, 832),
+    "wan2.1-t2v-14b": (14_288_491_584, 5.0, None, (5.0,), 50, 81, 16, 720, 1280),
+    "wan2.1-i2v-14b-480p": (16_394_878_784, 3.0, None, (5.0,), 40, 81, 16, 480, 832),
+    "wan2.1-i2v-14b-720p": (16_394_878_784, 5.0, None, (5.0,), 40, 81, 16, 720, 1280),
+    "wan2.1-flf2v-14b": (16_395_536_704, 16.0, None, (5.0,), 50, 81, 16, 720, 1280),
+    "wan2.2-t2v-a14b": (14_288_491_584, 12.0, 0.875, (4.0, 3.0), 40, 81, 16, 720, 1280),
+    "wan2.2-i2v-a14b": (14_288_901_184, 5.0, 0.9, (3.5, 3.5), 40, 81, 16, 720, 1280),
+    "wan2.2-ti2v-5b": (4_999_787_712, 5.0, None, (5.0,), 50, 121, 24, 704, 1280),
+}
+TYPED = ["data.path=/clips", "train.steps=2", "train.global_batch_size=2"]
+
+
+def test_every_released_model_has_a_file_and_a_tiny_twin():
+    models = {path.stem for path in (conf_dir() / "model").glob("*.yaml")}
+    assert models == PUBLISHED.keys() | {f"tiny-{name}" for name in PUBLISHED} | {"quickstart"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_released_model_has_the_published_size_and_numbers(name):
+    from wan_ds.models.transformer import WanTransformer
+
+    config = configure(parse([f"model={name}", *TYPED]))
+    check(config, 2)
+    model, data, sampling = config.model, config.data, config.sampling
+    parameters, shift, boundary, guidance, steps, *shape = PUBLISHED[name]
+    assert (model.shift, model.boundary, tuple(model.guidance.values())) == (shift, boundary, guidance)
+    assert [data.num_frames, data.fps, data.height, data.width] == shape
+    assert (sampling.steps, sampling.shift, sampling.guidance) == (steps, shift, model.guidance)
+    assert config.timesteps["shift"] == shift
+    assert list(model.experts) == (["high_noise", "low_noise"] if boundary else ["all"])
+    started = time.perf_counter()
     with torch.device("meta"):
-        model = diffusers.WanTransformer3DModel(**transformer)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 14_288_491_584
+        built = WanTransformer(**model.transformer)
+    assert sum(parameter.numel() for parameter in built.parameters()) == parameters
+    assert time.perf_counter() - started < 10
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_tiny_twin_is_of_the_same_kind_as_the_model_it_stands_for(name):
+    full, tiny = (configure(parse([f"model={choice}", *TYPED])).model for choice in (name, f"tiny-{name}"))
+    for key in ("boundary", "shift", "guidance", "fps", "conditioning", "sampling_steps"):
+        assert getattr(full, key) == getattr(tiny, key), key
+    assert full.experts.keys() == tiny.experts.keys()
+    assert full.transformer.keys() == tiny.transformer.keys()
+    for key in ("in_channels", "out_channels", "pos_embed_seq_len"):
+        assert full.transformer.get(key) == tiny.transformer.get(key), key
+    assert all(expert.weights is None for expert in tiny.experts.values())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_quickstart_takes_every_tiny_twin(name):
+    config = configure(parse(["recipe=quickstart", f"model=tiny-{name}"]))
+    assert config.model.name == f"tiny-{name}"
+    check(config, 2)
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "quickstart"])
+def test_a_recipe_takes_the_tiny_twin_of_its_model(recipe):
+    name = configure(parse([f"recipe={recipe}"])).model.name
+    config = configure(parse([f"recipe={recipe}", f"model=tiny-{name}", "data.path=/clips"]))
+    assert (config.data.num_frames, config.data.height, config.data.width) == (9, 64, 96)
+    check(config, 2)
 
 
 def test_what_is_written_as_a_dict_reads_back_equal(config):
@@ -152,6 +212,26 @@ ZERO = "parallelism.zero_optimization"
         ("train.experts", [], ["train.experts=[]"]),
         ("train.experts", ["low_noise", "low_noise"], ["train.experts=[low_noise, low_noise]", "once"]),
         ("train.experts", ["all"], ["all is no expert"]),
+        ("train.routing.high_noise_share", 0.3, ["does nothing under train.routing.policy=natural", "fixed"]),
+        ("train.routing.run_length", 5, ["does nothing under", "type train.routing.policy=alternate"]),
+        ("train.routing.policy", Policy.fixed, ["train.routing.high_noise_share=null", "between 0 and 1"]),
+        ("train.routing.policy", Policy.alternate, ["train.routing.run_length=null", "from 1"]),
+        ("weighting", {"_target_": "wan_ds.flow.weighting.min_snr", "gamma": 0}, ["weighting.gamma=0"]),
+        ("model.sampling_steps", 0, ["model.sampling_steps=0"]),
+        ("model.transformer.in_channels", 36, ["in_channels=36", "must be 16 for TextToVideo"]),
+        (
+            "model.conditioning._target_",
+            "wan_ds.models.conditioning.ImageToVido",
+            ["did you mean wan_ds.models.conditioning.ImageToVideo?"],
+        ),
+        (
+            "model.conditioning._target_",
+            "wan_ds.flow.timesteps.Uniform",
+            ["lacks in_ch", "Conditioning says"],
+        ),
+        ("model.image_encoder.weights", "image_encoder", ["no image_dim", "weights=null"]),
+        ("model.transformer.image_dim", 32, ["model.image_encoder.weights=null", "needs CLIP"]),
+        ("sampling.images", ["a.png"], ["sampling.images", "quickstart takes no such images"]),
         ("train.steps", 0, ["train.steps=0", "greater than 0"]),
         ("train.global_batch_size", -2, ["train.global_batch_size=-2"]),
         ("train.micro_batch_size", 0, ["train.micro_batch_size=0"]),
@@ -274,11 +354,39 @@ def test_sequence_parallelism_is_not_built_yet(config):
 
 
 def test_a_model_with_48_channels_has_the_larger_stride(config):
-    config.model.transformer["in_channels"] = 48
+    config.model.transformer["in_channels"] = config.model.transformer["out_channels"] = 48
     config.data.height, config.data.width = 704, 1280
     check(config, 1)
     config.data.height = 720
     assert "choose 704 or 736" in refusal(config)
+
+
+@pytest.fixture(scope="module")
+def image_to_video() -> Config:
+    return configure(parse(["model=tiny-wan2.1-i2v-14b-480p", *TYPED]))
+
+
+def test_prompts_of_a_model_that_sees_images_need_one_each(image_to_video):
+    config = copy.deepcopy(image_to_video)
+    config.sampling.prompts = ["a", "b"]
+    assert "sampling.images: not set, and tiny-wan2.1-i2v-14b-480p needs one for each" in refusal(config)
+    config.sampling.images = ["a.png"]
+    assert "sampling.images: 1 image for 2 prompts" in refusal(config)
+    config.sampling.images = ["a.png", "b.png"]
+    check(config, 1)
+    config.sampling.last_images = ["a.png", "b.png"]
+    assert "sampling.last_images: tiny-wan2.1-i2v-14b-480p takes no such images" in refusal(config)
+
+
+def test_a_policy_that_chooses_needs_two_experts(config):
+    config.train.experts, config.train.routing.policy = ["low_noise"], Policy.alternate
+    config.train.routing.run_length = 2
+    assert "train.routing.policy=alternate: chooses between two experts, and one trains" in refusal(config)
+
+
+def test_the_share_of_clips_with_an_image_is_a_share():
+    typed = ["model=tiny-wan2.2-ti2v-5b", *TYPED, "model.conditioning.image_share=1.5"]
+    assert "model.conditioning.image_share=1.5: must be a share" in refusal(configure(parse(typed)))
 
 
 def test_resume_may_name_a_folder(config, tmp_path):

@@ -8,6 +8,7 @@ import torch
 from tests.training import tiny
 from wan_ds import streams
 from wan_ds.flow.timesteps import Uniform
+from wan_ds.models.conditioning import TextToVideo
 from wan_ds.training import evaluation
 from wan_ds.training.experts import plan_routing
 from wan_ds.training.meters import Meters
@@ -23,7 +24,7 @@ def losses(models, batch_size, order=None):
     for name, routed in PROBES.items():
         shuffled = routed if order is None else [routed[i] for i in order[name]]
         result[name] = evaluation.probe_losses(
-            shuffled, SIGMAS, encoded.latents, encoded.prompt, models[name], seed=3, batch_size=batch_size
+            shuffled, SIGMAS, encoded, models[name], TextToVideo(), seed=3, batch_size=batch_size
         )
     return result
 

@@ -180,7 +180,7 @@ def _step_of_one(stage, poisoned):
     before = {name: tiny.state_of(expert) for name, expert in loop.experts.items()}
     active = loop.routing.expert_of(loop.step)
     if poisoned and dist.get_rank() == 1:
-        loop.encoded._latents = {index: torch.full(tiny.LATENTS, math.nan) for index in range(tiny.CLIPS)}
+        loop.encoded._encoded = tiny.filled(math.nan)
     loop.train_step()
     unchanged = {
         name: tiny.equal(before[name], tiny.state_of(expert)) for name, expert in loop.experts.items()
@@ -203,12 +203,12 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(world2, stage):
 
 def _train_after_a_skip(stage):
     loop = tiny.loop(stage=stage, experts=["high_noise"])
-    clean = loop.encoded._latents
+    clean = loop.encoded._encoded
     loop.train_step()
     if dist.get_rank() == 0:
-        loop.encoded._latents = {index: torch.full(tiny.LATENTS, math.inf) for index in range(tiny.CLIPS)}
+        loop.encoded._encoded = tiny.filled(math.inf)
     loop.train_step()
-    loop.encoded._latents = clean
+    loop.encoded._encoded = clean
     for _ in range(2):
         loop.train_step()
     return loop.meters.flush(), tiny.full_weights(loop.experts["high_noise"])
@@ -225,7 +225,7 @@ def test_training_goes_on_after_a_skip(world2, stage):
 
 def _diverge():
     loop = tiny.loop(stage=3, experts=["low_noise"])
-    loop.encoded._latents = {index: torch.full(tiny.LATENTS, math.nan) for index in range(tiny.CLIPS)}
+    loop.encoded._encoded = tiny.filled(math.nan)
     try:
         for _ in range(10):
             loop.train_step()

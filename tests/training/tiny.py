@@ -8,11 +8,12 @@ import torch
 
 from wan_ds import streams
 from wan_ds.data.clips import Clip
-from wan_ds.data.latents import Encoded
+from wan_ds.data.latents import Encoded, EncodedClip
 from wan_ds.data.loader import Item, slots_of_rank
 from wan_ds.data.order import clips_of_step
 from wan_ds.flow.timesteps import Uniform
 from wan_ds.flow.weighting import bell
+from wan_ds.models.conditioning import Condition, TextToVideo
 from wan_ds.models.weights import build_transformer
 from wan_ds.parallel.mesh import Mesh
 from wan_ds.training.engine import Engine
@@ -60,6 +61,12 @@ def latents_of(index: int) -> torch.Tensor:
     return streams.normal(LATENTS, SEED, "clip", index)
 
 
+def filled(value: float) -> dict[int, EncodedClip]:
+    """Every clip with all latents at one value, to be put in place of the encoded ones."""
+    clip = EncodedClip(torch.full(LATENTS, value), Condition())
+    return dict.fromkeys(range(CLIPS), clip)
+
+
 def prompt_of(caption: str) -> torch.Tensor:
     return streams.normal((512, ARCHITECTURE["text_dim"]), SEED, "caption text", caption)
 
@@ -69,7 +76,7 @@ def encoded() -> Encoded:
     return Encoded(
         clips,
         read=lambda clip: latents_of(int(clip.key)),
-        encode_video=lambda pixels: pixels,
+        encode_clip=lambda latents: EncodedClip(latents, Condition()),
         encode_text=lambda captions: torch.stack([prompt_of(caption) for caption in captions]),
         keep=True,
     )
@@ -139,7 +146,9 @@ def loop(  # noqa: PLR0913
             for name in routing.shares
         },
         routing=routing,
-        objective=FlowMatching(timesteps, bell, seed=SEED, global_batch_size=global_batch_size),
+        objective=FlowMatching(
+            timesteps, bell, TextToVideo(), seed=SEED, global_batch_size=global_batch_size
+        ),
         batches=items(range(first_step, steps), global_batch_size, mesh),
         encoded=encoded(),
         mesh=mesh,

@@ -20,6 +20,15 @@ class Policy(Enum):
 
     natural = "natural"
     balanced = "balanced"
+    fixed = "fixed"
+    alternate = "alternate"
+
+
+class Resize(Enum):
+    """What CLIP sees of a frame: its centre square, as diffusers' pipelines, or all of it, squashed."""
+
+    crop = "crop"
+    squash = "squash"
 
 
 class Recompute(Enum):
@@ -47,23 +56,45 @@ class Weights:
 
 
 @dataclass
+class Vae(Weights):
+    weights: str | None = "vae"
+    dtype: Dtype = Dtype.fp32
+    tiling: bool = False  # in tiles of 256 pixels: less memory, and other latents than without
+
+
+@dataclass
+class ImageEncoder(Weights):
+    resize: Resize = Resize.crop
+
+
+@dataclass
 class Model:
     name: str = MISSING
-    path: str | None = None  # diffusers folder or hub id; one that begins with wan_ds/ may lie in the package
+    path: str | None = None  # hub id, diffusers, original or run folder; wan_ds/... may lie in the package
+    revision: str | None = None  # of the hub: a commit, branch or tag; null: the newest
     boundary: float | None = None  # shifted sigma from which on the high-noise expert works; null: one expert
     shift: float = MISSING
     guidance: dict[str, float] = MISSING  # classifier-free guidance of each expert when sampling
+    sampling_steps: int = MISSING
     fps: float = MISSING
+    num_frames: int = MISSING  # this and the size are defaults of data.*
+    height: int = MISSING
+    width: int = MISSING
+    conditioning: dict[str, Any] = MISSING  # a class of wan_ds.models.conditioning
     transformer: dict[str, Any] = MISSING  # diffusers' WanTransformer3DModel config
     experts: dict[str, Weights] = MISSING  # high_noise and low_noise, or all
-    vae: Weights = field(default_factory=Weights)
-    text_encoder: Weights = field(default_factory=Weights)
-    tokenizer: Weights = field(default_factory=Weights)
+    vae: Vae = field(default_factory=Vae)
+    text_encoder: Weights = field(default_factory=lambda: Weights("text_encoder"))
+    tokenizer: Weights = field(default_factory=lambda: Weights("tokenizer"))
+    image_encoder: ImageEncoder = field(default_factory=ImageEncoder)  # CLIP, for models with an image_dim
+    image_processor: Weights = field(default_factory=Weights)  # its means; null: CLIP's own
 
 
 @dataclass
 class Routing:
     policy: Policy = Policy.natural
+    high_noise_share: float | None = None  # of the steps; for fixed
+    run_length: int | None = None  # steps of one expert before it is the other's turn; for alternate
 
 
 @dataclass
@@ -109,9 +140,11 @@ class Data:
 @dataclass
 class Sampling:
     prompts: list[str] | None = None  # null: the captions of the first clips
+    images: list[str] | None = None  # a first frame for each prompt; null: of the first clips
+    last_images: list[str] | None = None
     every_steps: int | None = None
     at_start: bool = False
-    steps: int = 40
+    steps: int = MISSING
     guidance: Any = MISSING  # one number, or a number by expert
     shift: float = MISSING
     seed: int = 0
@@ -180,6 +213,7 @@ def read(cfg: DictConfig) -> Config:
     _expand_home(config)
     for group in ("timesteps", "weighting", "optimizer", "lr_schedule"):
         setattr(config, group, targets.with_numbers(group, getattr(config, group)))
+    config.model.conditioning = targets.with_numbers("model.conditioning", config.model.conditioning)
     if config.data.reader is not None:
         config.data.reader = targets.with_numbers("data.reader", config.data.reader)
     # 5e7 is a float in YAML and on the command line; DeepSpeed's bucket sizes are counts
@@ -214,8 +248,13 @@ def _missing(settings: Any, key: str = "") -> list[str]:
 
 def _expand_home(config: Config) -> None:
     model = config.model
-    for component in (model.vae, model.text_encoder, model.tokenizer, *model.experts.values()):
+    components = (model.vae, model.text_encoder, model.tokenizer, model.image_encoder, model.image_processor)
+    for component in (*components, *model.experts.values()):
         component.weights = _home(component.weights)
+    sampling = config.sampling
+    for name in ("images", "last_images"):
+        if paths := getattr(sampling, name):
+            setattr(sampling, name, [_home(path) for path in paths])
     for holder in (model, config.data, config.evaluation):
         holder.path = _home(holder.path)
     config.run_dir, config.resume = _home(config.run_dir), _home(config.resume)

@@ -13,7 +13,14 @@ from wan_ds.errors import ConfigError
 
 # arguments that training gives
 SUPPLIED = {"optimizer": ("params",), "lr_schedule": ("steps",), "weighting": ("sigma",)}
-OPEN_GROUPS = ("timesteps", "weighting", "optimizer", "lr_schedule", "data.reader")
+OPEN_GROUPS = (
+    "timesteps",
+    "weighting",
+    "optimizer",
+    "lr_schedule",
+    "data.reader",
+    "model.conditioning",
+)
 DIRECTIVES = ("_target_", "_partial_")
 
 

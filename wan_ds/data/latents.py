@@ -1,10 +1,20 @@
 """From a rank's items to what a step trains on; each clip and caption is encoded once where they are kept."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from wan_ds.data.clips import Clip
+
+
+@dataclass(frozen=True)
+class EncodedClip:
+    """What stays of a clip's pixels."""
+
+    latents: torch.Tensor  # [C, f, h, w], normalised
+    condition: Any = None  # what the model is given beside the text; whoever encodes and trains knows it
 
 
 class Encoded:
@@ -12,8 +22,8 @@ class Encoded:
 
     Args:
         read: a clip's pixels [3, F, H, W], for clips that no item brings.
-        encode_video: pixels [1, 3, F, H, W] -> latents [1, C, f, h, w]; one clip at a time, so that a clip's
-            latents do not depend on its neighbours.
+        encode_clip: pixels [3, F, H, W] -> `EncodedClip`; one clip at a time, so that a clip's latents do not
+            depend on its neighbours.
         encode_text: captions -> prompt embeddings [captions, 512, width].
         keep: whether they stay in memory; the loader then reads each clip once.
     """
@@ -23,27 +33,30 @@ class Encoded:
         clips: Sequence[Clip],
         *,
         read: Callable[[Clip], torch.Tensor],
-        encode_video: Callable[[torch.Tensor], torch.Tensor],
+        encode_clip: Callable[[torch.Tensor], EncodedClip],
         encode_text: Callable[[list[str]], torch.Tensor],
         keep: bool,
     ) -> None:
         self.clips = clips
         self._read = read
-        self._encode_video = encode_video
+        self._encode_clip = encode_clip
         self._encode_text = encode_text
         self._keep = keep
-        self._latents: dict[int, torch.Tensor] = {}
+        self._encoded: dict[int, EncodedClip] = {}
         self._prompts: dict[str, torch.Tensor] = {}
 
-    def latents(self, index: int, pixels: torch.Tensor | None = None) -> torch.Tensor:
-        """[C, f, h, w] of a clip, normalised; from its pixels where they are at hand."""
-        if index in self._latents:
-            return self._latents[index]
-        pixels = self._read(self.clips[index]) if pixels is None else pixels
-        latents = self._encode_video(pixels[None])[0]
+    def clip(self, index: int, pixels: torch.Tensor | None = None) -> EncodedClip:
+        """A clip encoded; from its pixels where they are at hand."""
+        if index in self._encoded:
+            return self._encoded[index]
+        encoded = self._encode_clip(self.pixels(index) if pixels is None else pixels)
         if self._keep:
-            self._latents[index] = latents
-        return latents
+            self._encoded[index] = encoded
+        return encoded
+
+    def pixels(self, index: int) -> torch.Tensor:
+        """[3, F, H, W] in [-1, 1] of a clip, read from its file."""
+        return self._read(self.clips[index])
 
     def prompt(self, index: int | None) -> torch.Tensor:
         """[512, width] of a clip's caption; of the empty caption, which is always kept, for None."""

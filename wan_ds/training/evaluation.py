@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from wan_ds import streams
-from wan_ds.flow.path import mix, timestep, velocity
+from wan_ds.data.latents import Encoded
 from wan_ds.flow.timesteps import Timesteps
+from wan_ds.models.conditioning import Conditioning
 from wan_ds.training.meters import LossBySigma, loss_by_sigma
-
-Predict = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
+from wan_ds.training.step import Network, squared_errors
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ def probes(clips: int, sigmas: torch.Tensor, owner_of: Callable[[float], str]) -
 def probe_losses(  # noqa: PLR0913
     probes: Sequence[Probe],
     sigmas: torch.Tensor,
-    latents: Callable[[int], torch.Tensor],
-    prompt: Callable[[int], torch.Tensor],
-    predict: Predict,
+    encoded: Encoded,
+    model: Network,
+    conditioning: Conditioning,
     *,
     seed: int,
     batch_size: int,
@@ -56,18 +56,25 @@ def probe_losses(  # noqa: PLR0913
     losses = []
     for first in range(0, len(probes), batch_size):
         batch = probes[first : first + batch_size]
-        clips = [latents(p.clip) for p in batch]
-        sigma = sigmas[[p.level for p in batch]].to(clips[0].device)
+        clips = [encoded.clip(p.clip) for p in batch]
+        latents = [clip.latents for clip in clips]
+        sigma = sigmas[[p.level for p in batch]].to(latents[0].device)
         noise = [
             streams.normal(clip.shape, seed, "evaluation", p.clip, p.level).to(clip.device)
-            for clip, p in zip(clips, batch, strict=True)
+            for clip, p in zip(latents, batch, strict=True)
         ]
-        noised = [mix(*x) for x in zip(clips, noise, sigma, strict=True)]
-        predicted = predict(noised, timestep(sigma), torch.stack([prompt(p.clip) for p in batch]))
-        losses += [
-            (v.float() - velocity(clip, eps)).square().mean().double()
-            for v, clip, eps in zip(predicted, clips, noise, strict=True)
-        ]
+        given = [streams.uniform(seed, "evaluation image", p.clip) < conditioning.given_share for p in batch]
+        errors = squared_errors(
+            model,
+            conditioning,
+            latents,
+            noise,
+            sigma,
+            [clip.condition for clip in clips],
+            given,
+            torch.stack([encoded.prompt(p.clip) for p in batch]),
+        )
+        losses += [error.mean().double() for error in errors]
     return torch.stack(losses)
 
 

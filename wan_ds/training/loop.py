@@ -126,8 +126,7 @@ class Loop:
         """Forward and backward of the step's clips; the ranks' losses sum to the mean over the window."""
         micro_batches = self.split(items)
         count = torch.tensor(
-            float(sum(clip.numel() for b in micro_batches for clip in b.latents if b.weight)),
-            dtype=torch.float64,
+            sum(self.objective.count(batch, self.step) for batch in micro_batches), dtype=torch.float64
         )
         count = sum_over_ranks(count.to(micro_batches[0].prompt_embeds.device))
         losses = []
@@ -142,20 +141,20 @@ class Loop:
 
         A rank that holds fewer repeats its last at weight 0.
         """
-        latents = [self.encoded.latents(item.index, item.pixels) for item in items]
+        clips = [self.encoded.clip(item.index, item.pixels) for item in items]
         prompts = [self.encoded.prompt(None if self._drops_caption(item) else item.index) for item in items]
         size = self.micro_batch_size
         batches = [
             MicroBatch(
                 slots=[item.slot for item in items[first : first + size]],
-                latents=latents[first : first + size],
+                latents=[clip.latents for clip in clips[first : first + size]],
+                conditions=[clip.condition for clip in clips[first : first + size]],
                 prompt_embeds=torch.stack(prompts[first : first + size]),
             )
             for first in range(0, len(items), size)
         ]
         most = len(slots_of_rank(self.objective.global_batch_size, 0, self.mesh.dp_size))
-        last = batches[-1]
-        idle = MicroBatch(last.slots, last.latents, last.prompt_embeds, weight=0.0)
+        idle = replace(batches[-1], weight=0.0)
         return batches + [idle] * (-(-most // size) - len(batches))
 
     def _drops_caption(self, item: Item) -> bool:
@@ -189,7 +188,7 @@ class Loop:
         }
 
     def _speed(self, losses: list[Loss], seconds: float, waited: float) -> dict:
-        tokens = sum(loss.count for loss in losses) * self.mesh.dp_size / self.elements_per_token
+        tokens = sum(loss.size for loss in losses) * self.mesh.dp_size / self.elements_per_token
         return {
             "speed/step_seconds": seconds,
             "speed/tokens_per_second": tokens / seconds,

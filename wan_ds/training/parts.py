@@ -8,14 +8,23 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import AutoencoderKLWan
 
-from wan_ds.config import Config, targets
+from wan_ds.config import Config, Dtype, targets
 from wan_ds.data import preflight
 from wan_ds.data.clips import Clip, decode
-from wan_ds.data.latents import Encoded
+from wan_ds.data.latents import Encoded, EncodedClip
 from wan_ds.data.loader import Loader
 from wan_ds.data.readers import detect
+from wan_ds.errors import CheckpointError
 from wan_ds.flow.timesteps import Interval
-from wan_ds.models.encoders import TextEncoder, encode_video, load_text_encoder, load_vae
+from wan_ds.models.conditioning import Conditioning
+from wan_ds.models.encoders import (
+    ImageEncoder,
+    TextEncoder,
+    encode_video,
+    load_image_encoder,
+    load_text_encoder,
+    load_vae,
+)
 from wan_ds.models.weights import build_transformer, count_parameters, locate
 from wan_ds.parallel.mesh import Mesh
 from wan_ds.training.engine import Engine
@@ -70,7 +79,14 @@ def routing_of(config: Config) -> Routing:
         experts=config.train.experts,
         policy=config.train.routing.policy.name,
         seed=config.seed,
+        high_noise_share=config.train.routing.high_noise_share,
+        run_length=config.train.routing.run_length,
     )
+
+
+def conditioning_of(config: Config) -> Conditioning:
+    """What the network is given beside the noised latents and the text."""
+    return make("model.conditioning", config.model.conditioning)
 
 
 def objective_of(config: Config, routing: Routing) -> FlowMatching:
@@ -78,6 +94,7 @@ def objective_of(config: Config, routing: Routing) -> FlowMatching:
     return FlowMatching(
         routing.timesteps,
         target_of("weighting", config.weighting),
+        conditioning_of(config),
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
     )
@@ -95,35 +112,67 @@ def locate_weights(config: Config) -> None:
 
 
 class Encoders(NamedTuple):
-    """The frozen parts: pixels to latents, captions to embeddings."""
+    """The frozen parts: pixels to latents, captions to embeddings, frames to CLIP's tokens."""
 
     vae: AutoencoderKLWan
     text: TextEncoder
+    image: ImageEncoder | None
 
 
 def load_encoders(config: Config, where: torch.device) -> Encoders:
-    """Both encoders on a device."""
-    model = config.model
-    return Encoders(
-        load_vae(locate(model.path, model.vae.weights, "vae"), where),
-        load_text_encoder(
-            locate(model.path, model.tokenizer.weights, "tokenizer"),
-            locate(model.path, model.text_encoder.weights, "text_encoder"),
-            where,
-            torch.float32 if where.type == "cpu" else torch.bfloat16,
-        ),
+    """All encoders on a device; raises CheckpointError where one belongs to another model."""
+    model, transformer = config.model, config.model.transformer
+    half = torch.float32 if where.type == "cpu" else torch.bfloat16
+    vae = load_vae(
+        locate(model.path, model.vae.weights, "vae"),
+        where,
+        torch.bfloat16 if model.vae.dtype is Dtype.bf16 else torch.float32,
+        tiling=model.vae.tiling,
     )
+    text = load_text_encoder(
+        locate(model.path, model.tokenizer.weights, "tokenizer"),
+        locate(model.path, model.text_encoder.weights, "text_encoder"),
+        where,
+        half,
+    )
+    image = None
+    if model.image_encoder.weights is not None:
+        processor = model.image_processor.weights
+        image = load_image_encoder(
+            None if processor is None else locate(model.path, processor, "image_processor"),
+            locate(model.path, model.image_encoder.weights, "image_encoder"),
+            where,
+            half,
+            resize=model.image_encoder.resize.name,
+        )
+        _refuse_width("image_encoder", image.width, "image_dim", transformer["image_dim"])
+    _refuse_width("vae", vae.config.z_dim, "out_channels", transformer["out_channels"])
+    _refuse_width("text_encoder", text.width, "text_dim", transformer["text_dim"])
+    return Encoders(vae, text, image)
+
+
+def _refuse_width(component: str, width: int, key: str, wanted: int) -> None:
+    if width != wanted:
+        raise CheckpointError(
+            f"model.{component}.weights: what it gives is {width} wide, and model.transformer.{key} is "
+            f"{wanted}; name the {component} that belongs to this model"
+        )
 
 
 def encoded_of(config: Config, clips: list[Clip], encoders: Encoders, *, keep: bool) -> Encoded:
-    """The clips as latents and prompt embeddings on the encoders' device."""
-    data = config.data
+    """The clips as latents, conditions and prompt embeddings on the encoders' device."""
+    data, conditioning = config.data, conditioning_of(config)
     shape = {"num_frames": data.num_frames, "fps": data.fps, "height": data.height, "width": data.width}
-    vae = encoders.vae
+    to_latents = partial(encode_video, encoders.vae)
+
+    def encode_clip(pixels: torch.Tensor) -> EncodedClip:
+        condition = conditioning.condition(pixels, to_latents, encoders.image)
+        return EncodedClip(to_latents(pixels[None])[0], condition)
+
     return Encoded(
         clips,
         read=lambda clip: decode(clip.path, start_seconds=clip.start_seconds, **shape),
-        encode_video=lambda pixels: encode_video(vae, pixels),
+        encode_clip=encode_clip,
         encode_text=encoders.text,
         keep=keep,
     )

@@ -191,7 +191,7 @@ def restore(experts: dict[str, Expert], folder: Path) -> int:
 
 def elements_per_token(config: Config) -> int:
     transformer = config.model.transformer
-    return transformer["in_channels"] * torch.Size(transformer.get("patch_size", (1, 2, 2))).numel()
+    return transformer["out_channels"] * torch.Size(transformer.get("patch_size", (1, 2, 2))).numel()
 
 
 def evaluation_levels(config: Config, routing: Routing) -> torch.Tensor:
@@ -216,7 +216,7 @@ def validation(
     if wanted.path is not None:
         clips = parts.checked_clips(config, wanted.path)
         encoded = parts.encoded_of(config, clips, encoders, keep=True)
-    sigmas = evaluation_levels(config, routing)
+    sigmas, conditioning = evaluation_levels(config, routing), parts.conditioning_of(config)
     probes = evaluation.probes(min(wanted.clips, len(encoded.clips)), sigmas, routing.owner_of)
 
     def evaluate(loop: Loop) -> None:
@@ -228,9 +228,9 @@ def validation(
                 own = evaluation.probe_losses(
                     evaluation.share_of_rank(routed, loop.mesh.dp_rank, loop.mesh.dp_size),
                     sigmas,
-                    encoded.latents,
-                    encoded.prompt,
+                    encoded,
                     model,
+                    conditioning,
                     seed=config.seed,
                     batch_size=config.train.micro_batch_size,
                 )
