@@ -1,19 +1,27 @@
-"""From pixels to latents and back, and from captions to prompt embeddings, by the frozen networks beside Wan.
+"""What the frozen networks beside Wan make: latents of pixels and back, embeddings of captions and of images.
 
 Letters: B clips, C latent channels, F H W frames, height and width of the pixels, f h w those of the latents.
-Each clip and each caption passes alone, so that its values do not depend on what else is in the batch.
+Each clip, caption and image passes alone, so that its values do not depend on what else is in the batch.
 """
 
 import html
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ftfy
 import torch
 from diffusers import AutoencoderKLWan
+from PIL import Image
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderModel
+from transformers import (
+    AutoTokenizer,
+    # PIL's resampling even where torchvision is installed: features are the same on every machine.
+    CLIPImageProcessorPil,
+    CLIPVisionModel,
+    PreTrainedTokenizerBase,
+    UMT5EncoderModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from wan_ds.errors import CheckpointError, DataError
@@ -21,15 +29,31 @@ from wan_ds.errors import CheckpointError, DataError
 # Wan was trained with exactly this many text slots, zeros after the caption's end, and attends to all.
 TEXT_LENGTH = 512
 
+# Wan was trained on what enters CLIP's last block, every token of it (`use_31_block` in its own code).
+CLIP_HIDDEN_STATE = -2
+
+# The transformer of every Wan model joins 2 x 2 latents into a token, and would cut off an odd row or column.
+PATCH = 2
+
 # Scaling of images and codecs may leave the last bits of float32 outside [-1, 1].
 PIXEL_LIMIT = 1.0001
 
 
 def load_vae(
-    folder: str | Path, device: torch.device | str, dtype: torch.dtype = torch.float32
+    folder: str | Path,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    tiling: bool = False,
 ) -> AutoencoderKLWan:
-    """The autoencoder in diffusers' layout, without gradients; `CheckpointError` if it is not in `folder`."""
-    return _frozen(_load("vae", AutoencoderKLWan, folder, torch_dtype=dtype), device)
+    """The autoencoder in diffusers' layout, without gradients; `CheckpointError` if it is not in `folder`.
+
+    Tiling takes less memory for frames that are larger than a tile, and its latents are not quite those of
+    the whole frame: what is made with it and without must not be mixed.
+    """
+    vae = _frozen(_load("vae", AutoencoderKLWan, folder, torch_dtype=dtype), device)
+    if tiling:
+        vae.enable_tiling()
+    return vae
 
 
 @torch.no_grad()
@@ -37,8 +61,8 @@ def encode_video(vae: AutoencoderKLWan, pixels: Tensor) -> Tensor:
     """Normalised latents `[B, C, f, h, w]`, float32, of `pixels` `[B, 3, F, H, W]` in [-1, 1].
 
     They are the posterior's mean, as in Wan's own code. Raises `DataError` for pixels of another range or a
-    size that the autoencoder would cut. The range is read where the pixels are: those on the host do
-    not make it wait for the GPU.
+    size that the autoencoder or the transformer would cut, with the nearest that they would not. The range is
+    read where the pixels are: those on the host do not make it wait for the GPU.
     """
     _check_pixels(vae, pixels)
     mean, std = _statistics(vae)
@@ -70,24 +94,42 @@ def _statistics(vae: AutoencoderKLWan) -> tuple[Tensor, Tensor]:
 
 
 def _check_pixels(vae: AutoencoderKLWan, pixels: Tensor) -> None:
-    rule = "the autoencoder takes float pixels in [-1, 1]"
+    _check_range("the autoencoder", pixels)
+    if pixels.ndim != 5 or pixels.shape[1] != 3:
+        raise DataError(
+            f"the autoencoder takes pixels [clips, 3, frames, height, width], not {list(pixels.shape)}"
+        )
+    frames, height, width = pixels.shape[2:]
+    time, space = vae.config.scale_factor_temporal, vae.config.scale_factor_spatial * PATCH
+    near = [
+        _nearest(name, size, step, offset)
+        for name, size, step, offset in (
+            ("frames", frames, time, 1),
+            ("height", height, space, 0),
+            ("width", width, space, 0),
+        )
+        if (size - offset) % step
+    ]
+    if near:
+        raise DataError(
+            f"{frames} frames of {height}x{width}: there must be {time} n + 1 frames, whose height and width"
+            f" are multiples of {space}, or the rest would be cut off; choose {', '.join(near)}"
+        )
+
+
+def _nearest(name: str, size: int, step: int, offset: int) -> str:
+    below = (size - offset) // step * step + offset
+    return f"{name} {' or '.join(str(near) for near in (below, below + step) if near > 0)}"
+
+
+def _check_range(taker: str, pixels: Tensor) -> None:
+    rule = f"{taker} takes float pixels in [-1, 1]"
     if not pixels.is_floating_point():
         raise DataError(f"{rule}, these are {pixels.dtype}; use pixels.float() / 127.5 - 1")
     low, high = torch.stack(pixels.aminmax()).tolist()
     if not (low >= -PIXEL_LIMIT and high <= PIXEL_LIMIT):  # so that NaN is refused too
         raise DataError(
             f"{rule}, these go from {low:g} to {high:g}; 0..255 become x / 127.5 - 1, 0..1 become 2 x - 1"
-        )
-    if pixels.ndim != 5 or pixels.shape[1] != 3:
-        raise DataError(
-            f"the autoencoder takes pixels [clips, 3, frames, height, width], not {list(pixels.shape)}"
-        )
-    frames, height, width = pixels.shape[2:]
-    time, space = vae.config.scale_factor_temporal, vae.config.scale_factor_spatial
-    if frames % time != 1 % time or height % space or width % space:
-        raise DataError(
-            f"{frames} frames of {height}x{width}: the autoencoder takes {time} n + 1 frames and multiples of"
-            f" {space}; it would cut off the rest"
         )
 
 
@@ -137,6 +179,72 @@ def load_text_encoder(
     return TextEncoder(
         tokenizer, _load("text_encoder", UMT5EncoderModel, encoder_folder, dtype=dtype), device
     )
+
+
+class ImageEncoder:
+    """CLIP's image tower and the processor that makes its input: a frame to what Wan 2.1 I2V attends to."""
+
+    def __init__(
+        self, processor: CLIPImageProcessorPil, encoder: CLIPVisionModel, device: torch.device | str
+    ) -> None:
+        self.processor = processor
+        self.encoder = _frozen(encoder, device)
+        self.device = torch.device(device)
+
+    @property
+    def width(self) -> int:
+        """Numbers per image token."""
+        return self.encoder.config.hidden_size
+
+    @torch.no_grad()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Embeddings `[tokens, width]`, float32, of `pixels` `[3, height, width]` in [-1, 1].
+
+        They pass through 8 bits a colour, as a file's do: a frame in training and the same frame given to
+        diffusers' pipeline as an image are one. Raises `DataError` for pixels of another range.
+        """
+        _check_range("the image encoder", pixels)
+        colours = ((pixels.detach().float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+        image = Image.fromarray(colours.permute(1, 2, 0).numpy())
+        made = self.processor(images=image, return_tensors="pt").pixel_values.to(self.device)
+        with torch.autocast(self.device.type, enabled=False):
+            states = self.encoder(made, output_hidden_states=True).hidden_states
+        return states[CLIP_HIDDEN_STATE][0].float()
+
+
+def load_image_encoder(
+    processor_folder: str | Path | None,
+    encoder_folder: str | Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    resize: Literal["crop", "squash"] = "crop",
+) -> ImageEncoder:
+    """CLIP's image tower without gradients; `CheckpointError` names the part and the folder that is wrong.
+
+    `crop`, the rule of diffusers' pipelines, sees the middle square of a frame; `squash`, that of Wan's own
+    code, sees all of it with its sides made equal (antialiased here, not there). All else is as the processor
+    in `processor_folder` has it, or CLIP's own. The rule is one of the processor's settings, so that a saved
+    processor carries it. `ValueError` for another rule.
+    """
+    if resize not in ("crop", "squash"):
+        raise ValueError(f"model.image_encoder.resize={resize}: must be crop or squash")
+    disable_progress_bar()  # of transformers, which draws one on every rank
+    encoder = _load("image_encoder", CLIPVisionModel, encoder_folder, dtype=dtype)
+    side = encoder.config.image_size
+    square = {"height": side, "width": side}
+    settings = {
+        "do_resize": True,
+        "size": {"shortest_edge": side} if resize == "crop" else square,
+        "do_center_crop": resize == "crop",
+        "crop_size": square,
+    }
+    if processor_folder is None:
+        processor = CLIPImageProcessorPil(**settings)
+    else:
+        processor = _load(
+            "image_processor", CLIPImageProcessorPil, processor_folder, report=False, **settings
+        )
+    return ImageEncoder(processor, encoder, device)
 
 
 def clean(caption: str) -> str:
