@@ -27,6 +27,8 @@ setup(
         "peft>=0.21,<0.22",
         "accelerate>=1.15,<2",
         "safetensors>=0.8,<1",
+        "huggingface_hub>=2.4,<3",
+        "httpx2>=2",
         "hydra-core>=1.3,<1.4",
         "omegaconf>=2.3,<2.4",
         "wandb>=0.31,<1",

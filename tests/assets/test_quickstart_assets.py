@@ -4,7 +4,6 @@ import importlib.metadata
 import itertools
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -12,23 +11,11 @@ import torch
 from diffusers import AutoencoderKLWan
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-import wan_ds.assets
-from wan_ds.data.clips import decode
+from tests.assets.shipped import ASSETS, decoded_psnr, folder_bytes, normalised_latents
 from wan_ds.data.demo import DemoClips
 from wan_ds.errors import DataError
 
-QUICKSTART = Path(wan_ds.assets.__file__).parent / "quickstart"
-
-
-def folder_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-@pytest.fixture(scope="module")
-def clips() -> torch.Tensor:
-    """The three clips `[3, 3, 9, 64, 96]` in [-1, 1]."""
-    size = {"num_frames": 9, "fps": 16, "height": 64, "width": 96}
-    return torch.stack([decode(c.path, start_seconds=c.start_seconds, **size) for c in DemoClips()(None)])
+QUICKSTART = ASSETS / "quickstart"
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +26,7 @@ def vae() -> AutoencoderKLWan:
 @pytest.fixture(scope="module")
 def normalised(vae, clips) -> torch.Tensor:
     """The clips' latents `[3, 16, 3, 8, 12]` as a transformer sees them."""
-    with torch.no_grad():
-        latents = torch.cat([vae.encode(clip[None]).latent_dist.mode() for clip in clips])
-    mean = torch.tensor(vae.config.latents_mean).view(1, 16, 1, 1, 1)
-    std = torch.tensor(vae.config.latents_std).view(1, 16, 1, 1, 1)
-    return (latents - mean) / std
-
-
-def decoded_psnr(vae, normalised, clips) -> float:
-    """Mean over the clips, in dB, of pixels in 0..255."""
-    mean = torch.tensor(vae.config.latents_mean).view(1, 16, 1, 1, 1)
-    std = torch.tensor(vae.config.latents_std).view(1, 16, 1, 1, 1)
-    with torch.no_grad():
-        decoded = vae.decode(normalised * std + mean).sample
-    error = (decoded.double() - clips.double()) * 127.5
-    per_clip = 20 * torch.log10(255 / error.square().flatten(1).mean(dim=1).sqrt())
-    return per_clip.mean().item()
+    return normalised_latents(vae, clips)
 
 
 def test_the_vae_is_small_on_disk_and_in_bf16():

@@ -1,0 +1,1 @@
+"""Other people's files: tensors by name whatever wrote them, and the names that others give to the same."""
