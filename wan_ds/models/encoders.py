@@ -25,9 +25,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from wan_ds.errors import CheckpointError, DataError
-
-# Wan was trained with exactly this many text slots, zeros after the caption's end, and attends to all.
-TEXT_LENGTH = 512
+from wan_ds.models.tokens import TEXT_LENGTH
 
 # Wan was trained on what enters CLIP's last block, every token of it (`use_31_block` in its own code).
 CLIP_HIDDEN_STATE = -2
