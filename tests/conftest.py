@@ -32,9 +32,11 @@ def world2() -> Iterator[World]:
 
 # Files that take long come first, so that two workers end together.
 SLOW_FIRST = [
+    "test_variants.py",
     "test_train.py",
     "test_resume.py",
     "test_loop.py",
+    "test_export.py",
     "test_readme.py",
     "test_local.py",
     "test_checkpoint.py",

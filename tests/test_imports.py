@@ -13,8 +13,12 @@ MODULES = {path.relative_to(PACKAGE).with_suffix(""): path for path in sorted(PA
 
 FOUNDATIONS = {"errors", "streams"}
 LEAVES = {"flow", "models", "data", "parallel", "interop"}
-ENTRY_POINTS = {"train", "sample", "evaluate"}
-MAY_SEE_SETTINGS = {"training/parts", "training/run"}  # they turn settings into what the others are given
+ENTRY_POINTS = {"train", "sample", "evaluate", "convert", "export"}
+MAY_SEE_SETTINGS = {
+    "training/parts",
+    "training/run",
+    "training/runs",
+}  # they turn settings into what the others are given
 MAY_IMPORT_DEEPSPEED = {"training/engine", "parallel/ulysses"}
 
 

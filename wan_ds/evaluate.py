@@ -13,10 +13,10 @@ from omegaconf import MISSING
 
 from wan_ds.config.command_line import simple_command
 from wan_ds.errors import CheckpointError, ConfigError
-from wan_ds.sample import load_experts, run_config
 from wan_ds.training import checkpoint as checkpoints
 from wan_ds.training import evaluation, parts
 from wan_ds.training.meters import Meters
+from wan_ds.training.runs import load_experts, opened
 
 
 @dataclass
@@ -39,8 +39,7 @@ def main(options: EvaluateOptions) -> int:
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}: must be at least 1")
     run = Path(options.run)
-    config = run_config(run)
-    folder = checkpoints.find(run, options.checkpoint)
+    config, folder = opened(run, options.checkpoint)
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = options.path or config.evaluation.path
     clips = parts.checked_clips(config, path)

@@ -1,123 +1,275 @@
-"""Videos from a run, by diffusers' pipeline in one process: of each training caption, or of a prompt.
+"""Videos from a run or an export, by diffusers' pipelines in one process.
 
 python scripts/sample.py run=runs/mine [prompt="a cat, running"] [checkpoint=step_00000100] [seed=1]
+python scripts/sample.py export=runs/mine/export/diffusers prompt="a cat, running" [image=cat.png]
+
+Without a prompt each of a run's first training clips is made anew: from its caption, and from its first (and
+last) frame if the model begins with images. Videos are written into the run, or beside the export.
 """
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan
-from omegaconf import MISSING, OmegaConf
 from torch import Tensor
 
-from wan_ds.config import Config, Dtype, read
+from wan_ds.config import Config, Dtype
 from wan_ds.config.command_line import simple_command
 from wan_ds.data.clips import Clip, decode
-from wan_ds.errors import CheckpointError, ConfigError, DataError
-from wan_ds.models.encoders import clean, decode_latents, encode_video
+from wan_ds.errors import ConfigError, DataError
+from wan_ds.models.encoders import decode_latents, encode_video
 from wan_ds.models.transformer import WanTransformer
-from wan_ds.models.weights import build_transformer
-from wan_ds.training import checkpoint as checkpoints
-from wan_ds.training import run_folder
-from wan_ds.training.parts import load_encoders, read_clips
+from wan_ds.training import exported, parts, shots
+from wan_ds.training.comparison import Comparison, compare, samples_table, table
+from wan_ds.training.runs import (
+    component_places,
+    experts_told,
+    load_experts,
+    opened,
+)
 from wan_ds.training.sampling import (
     Generated,
+    Pipeline,
     Sample,
     build_pipeline,
     generate,
     guidance_of,
-    nearest,
-    psnr,
-    slug,
+    refuse_size,
     write_samples,
 )
-from wan_ds.training.trackers import JsonLines
+from wan_ds.training.shots import Shot
+from wan_ds.training.videos import slug
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PROMPTS = 8  # captions of the first clips, where neither the command nor the run names prompts
 CLIPS_COMPARED = 64  # the first training clips, among which the nearest one is looked for
-CAPTION_SHOWN = 60  # characters of a caption in the table
 
 
 @dataclass
 class SampleOptions:
-    """What `scripts/sample.py` can be told; what is not told is the run's."""
+    """What `scripts/sample.py` can be told; what is not told is the run's or the export's."""
 
-    run: str = field(default=MISSING, metadata={"help": "the run's folder", "path": True})
+    run: str | None = field(default=None, metadata={"help": "the run's folder", "path": True})
+    export: str | None = field(
+        default=None, metadata={"help": "instead of run: a folder in diffusers' layout", "path": True}
+    )
     prompt: str | None = field(default=None, metadata={"help": "default: the captions of the training clips"})
+    image: str | None = field(default=None, metadata={"help": "the first frame, a file", "path": True})
+    last_image: str | None = field(default=None, metadata={"help": "the last frame, a file", "path": True})
     checkpoint: str = field(default="latest", metadata={"help": "latest, or a folder's name: step_00000100"})
     seed: int | None = None
     steps: int | None = None
     guidance: float | None = field(default=None, metadata={"help": "of every expert; 1 is none"})
     shift: float | None = None
+    num_frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    fps: float | None = None
+
+
+SETTINGS = ("seed", "steps", "guidance", "shift", "num_frames", "height", "width", "fps")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the videos are made: the run's settings with what was typed over them."""
+    """How the videos are made: what was typed, else what the run or the export says."""
 
-    prompts: list[str]
     seed: int
     steps: int
     guidance: dict[str, float]  # by expert
     shift: float
+    num_frames: int
+    height: int
+    width: int
+    fps: float
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is sampled, a run or an export."""
+
+    name: str  # of the model
+    weights: Path  # the checkpoint's folder, or the export's
+    samples: Path  # where their folder is made
+    defaults: Mapping[str, object]  # of `SETTINGS`, those that somebody said
+    experts: Sequence[str]
+    boundary: float | None
+    images: int  # that each clip needs
+    images_optional: bool
+    expand_timesteps: bool
+    is_bf16: bool  # whether the experts compute in bf16
+    components: dict[str, str]  # where each part comes from
+    load_encoders: Callable[[torch.device], parts.Encoders]
+    load_experts: Callable[[torch.device], dict[str, WanTransformer]]
 
 
 def main(options: SampleOptions) -> int:
-    """Writes `samples/<checkpoint>/` in the run and tells how near the videos come to the training clips."""
-    run_dir = Path(options.run)
-    config = run_config(run_dir)
-    checkpoint = checkpoints.find(run_dir, options.checkpoint)
-    clips = _training_clips(config, options)
-    settings = resolve(options, config, clips)
+    """Write the videos and tell where they are, of what, and how near they come to the training clips."""
+    if (options.run is None) == (options.export is None):
+        raise ConfigError(
+            "run: type run=... (a folder that training wrote) or export=... (diffusers' layout)"
+        )
+    config, checkpoint = (
+        (None, None) if options.run is None else opened(Path(options.run), options.checkpoint)
+    )
+    subject = of_export(options) if config is None else of_run(Path(options.run), config, checkpoint)
+    settings = resolve(options, subject)
+    size = {"num_frames": settings.num_frames, "height": settings.height, "width": settings.width}
+    refuse_size(subject.components["vae"], **size)
+    clips = [] if config is None else _training_clips(config, options)
+    made_from = shots_of(options, subject, settings, config, clips)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    vae, text_encoder = load_encoders(config, device)
-    embeds = text_encoder(["", *settings.prompts])
+    vae, text_encoder, image_encoder = subject.load_encoders(device)
+    embeds = text_encoder(["", *(shot.prompt for shot in made_from)])
     del text_encoder  # the largest part of all; its place is needed
-    experts = load_experts(config, checkpoint, device)
-    made = _generate(config, settings, embeds, experts, vae)
+    pipeline = build_pipeline(
+        subject.load_experts(device),
+        boundary=subject.boundary,
+        shift=settings.shift,
+        vae=vae,
+        images=len(shots.images_of(made_from)),
+        expand_timesteps=subject.expand_timesteps,
+        image_encoder=image_encoder,
+    )
+    # The weights stay as they are; what is computed in bf16 is what training computed in bf16.
+    with torch.autocast(device.type, torch.bfloat16, enabled=subject.is_bf16):
+        made = _generate(pipeline, settings, embeds, made_from)
     videos = [decode_latents(vae, one.latents)[0].cpu() for one in made]
 
-    real, found = _compare(config, settings.prompts, clips, made, videos, vae)
-    samples = [
-        Sample(
-            prompt=prompt,
-            seed=settings.seed,
-            steps=settings.steps,
-            guidance=settings.guidance,
-            shift=settings.shift,
-            expert_calls=one.expert_calls,
-            checkpoint=checkpoint.name,
-            **numbers,
-        )
-        for prompt, one, numbers in zip(settings.prompts, made, found, strict=True)
-    ]
-    target = run_dir / "samples" / folder_name(checkpoint.name, options, config)
-    write_samples(target, samples, videos, real, config.data.fps)
-    tables = (experts_table(run_dir, checkpoint), samples_table(samples), str(target))
+    found = compare(
+        [shot.prompt for shot in made_from],
+        torch.cat([one.latents for one in made]),
+        videos,
+        clips,
+        read=partial(_read, settings),
+        encode_video=partial(encode_video, vae),
+    )
+    samples = _samples(subject, settings, made_from, made, found)
+    target = subject.samples / folder_name(subject, options)
+    write_samples(target, samples, videos, found.real, settings.fps)
+    tables = [table([("part", "from"), *subject.components.items()])]
+    if config is not None:
+        tables.append(experts_told(Path(options.run), subject.weights))
+    tables += [samples_table(samples), str(target)]
     sys.stdout.write("\n\n".join(tables) + "\n")
     return 0
 
 
-def run_config(run_dir: Path) -> Config:
-    """The settings that a run was started with."""
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        raise CheckpointError(f"run={run_dir}: there is no {path}; run is a folder that training wrote")
-    return read(OmegaConf.create(run_folder.read(run_dir)))
+# What is sampled
+
+
+def of_run(run_dir: Path, config: Config, checkpoint: Path) -> Subject:
+    """A run at one of its checkpoints."""
+    model, sampling, data = config.model, config.sampling, config.data
+    conditioning = parts.conditioning_of(config)
+    return Subject(
+        name=model.name,
+        weights=checkpoint,
+        samples=run_dir / "samples",
+        defaults={name: getattr(sampling, name) for name in ("seed", "steps", "guidance", "shift")}
+        | {name: getattr(data, name) for name in ("num_frames", "height", "width", "fps")},
+        experts=list(model.experts),
+        boundary=model.boundary,
+        images=conditioning.images,
+        images_optional=conditioning.images_optional,
+        expand_timesteps=conditioning.expand_timesteps,
+        is_bf16=config.precision.compute_dtype is Dtype.bf16,
+        components=component_places(config, checkpoint),
+        load_encoders=partial(parts.load_encoders, config),
+        load_experts=partial(load_experts, config, checkpoint),
+    )
+
+
+def of_export(options: SampleOptions) -> Subject:
+    """A folder in diffusers' layout, with our note of how to sample it or without."""
+    if options.checkpoint != "latest":
+        raise ConfigError(f"checkpoint={options.checkpoint}: an export holds one; leave it out")
+    folder = Path(options.export)
+    model = exported.describe(folder)
+    said = {name: getattr(model.note, name, None) for name in SETTINGS} | {"shift": model.shift, "seed": 0}
+    return Subject(
+        name=model.note.name or folder.resolve().name,
+        weights=folder.resolve(),
+        samples=folder.resolve().parent / "samples",
+        defaults={name: value for name, value in said.items() if value is not None},
+        experts=list(model.experts),
+        boundary=model.boundary,
+        images=model.images,
+        images_optional=model.images_optional,
+        expand_timesteps=model.expand_timesteps,
+        is_bf16=torch.cuda.is_available(),
+        components={place: str(folder / place) for place in model.places},
+        load_encoders=model.load_encoders,
+        load_experts=model.load_experts,
+    )
+
+
+# How, and from what
+
+
+def resolve(options: SampleOptions, subject: Subject) -> Settings:
+    """What was typed, else what is known of the subject; `ConfigError` names what nobody said."""
+    values = dict(subject.defaults)
+    values |= {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    missing = [name for name in SETTINGS if name not in values]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)}: not set, and {options.export} has no {exported.NOTE} that says so;"
+            f" type {' '.join(f'{name}=...' for name in missing)}"
+        )
+    if values["steps"] < 1:
+        raise ConfigError(f"steps={values['steps']}: must be at least 1")
+    values["guidance"] = guidance_of(values["guidance"], subject.experts)
+    return Settings(**values)
+
+
+def shots_of(
+    options: SampleOptions,
+    subject: Subject,
+    settings: Settings,
+    config: Config | None,
+    clips: Sequence[Clip],
+) -> list[Shot]:
+    """What the videos are made from: what was typed, else the run's prompts, else its first clips."""
+    typed = {name: [getattr(options, name)] for name in ("image", "last_image") if getattr(options, name)}
+    files = partial(shots.of_files, height=settings.height, width=settings.width)
+    if options.prompt is not None:
+        refuse_images(subject, list(typed))
+        return files([options.prompt], typed.get("image", []), typed.get("last_image", []))
+    if typed:
+        raise ConfigError(f"{', '.join(typed)}: needs a prompt as well; type prompt=...")
+    if config is None:
+        raise ConfigError("prompt: not set, and an export has no training clips; type prompt=...")
+    wanted = config.sampling
+    if wanted.prompts:
+        return files(wanted.prompts, wanted.images or [], wanted.last_images or [])
+    images = subject.images if parts.conditioning_of(config).given_share > 0 else 0
+    return shots.of_clips(clips[:DEFAULT_PROMPTS], images=images, read=partial(_read, settings))
+
+
+def refuse_images(subject: Subject, typed: Sequence[str]) -> None:
+    """`ConfigError` unless the images typed for a prompt are those that the model begins and ends with."""
+    needed = ["image", "last_image"][: subject.images]
+    for name in typed:
+        if name not in needed:
+            takes = " and ".join(needed) or "the prompt alone"
+            raise ConfigError(f"{name}: {subject.name} is made from {takes}; leave {name}=... out")
+    missing = [name for name in needed if name not in typed]
+    if missing and not (subject.images_optional and not typed):
+        typing = " ".join(f"{name}=<file>" for name in missing)
+        raise ConfigError(f"{', '.join(missing)}: not set, and {subject.name} needs it; type {typing}")
 
 
 def _training_clips(config: Config, options: SampleOptions) -> list[Clip]:
     """The clips to compare with; none if they are gone and prompts were given, which need none."""
     try:
-        return read_clips(config)[:CLIPS_COMPARED]
+        return parts.read_clips(config)[:CLIPS_COMPARED]
     except DataError as error:
         if options.prompt is None and config.sampling.prompts is None:
             raise
@@ -125,172 +277,78 @@ def _training_clips(config: Config, options: SampleOptions) -> list[Clip]:
         return []
 
 
-def resolve(options: SampleOptions, config: Config, clips: Sequence[Clip]) -> Settings:
-    """What was typed, else what the run says, else the captions of the first training clips."""
-    if options.prompt is not None:
-        prompts = [options.prompt]
-    else:
-        prompts = config.sampling.prompts or [clip.caption for clip in clips[:DEFAULT_PROMPTS]]
-    steps = config.sampling.steps if options.steps is None else options.steps
-    if steps < 1:
-        raise ConfigError(f"steps={steps}: must be at least 1")
-    guidance = config.sampling.guidance if options.guidance is None else options.guidance
-    return Settings(
-        prompts=prompts,
-        seed=config.sampling.seed if options.seed is None else options.seed,
-        steps=steps,
-        guidance=guidance_of(guidance, list(config.model.experts)),
-        shift=config.sampling.shift if options.shift is None else options.shift,
-    )
-
-
-def load_experts(config: Config, checkpoint: Path, device: torch.device) -> dict[str, WanTransformer]:
-    """Every expert that the model declares: as trained, or as training would load it if it does not train."""
-    trained = checkpoints.read_state(checkpoint).experts
-    experts = {}
-    for name, base in config.model.experts.items():
-        if name in trained:
-            expert = WanTransformer(**config.model.transformer)
-            _fill(expert, checkpoints.read_weights(checkpoint, name), checkpoint / name)
-        else:
-            expert = build_transformer(
-                config.model.transformer,
-                path=config.model.path,
-                weights=base.weights,
-                seed=config.seed,
-                expert=name,
-            )
-        experts[name] = expert.to(device).eval().requires_grad_(False)
-    return experts
-
-
-def _fill(expert: WanTransformer, weights: dict[str, Tensor], folder: Path) -> None:
-    try:
-        expert.load_state_dict(weights, strict=True, assign=True)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{folder} does not hold the model of the run's config.yaml: {error}"
-        ) from error
-
-
-def _generate(
-    config: Config,
-    settings: Settings,
-    embeds: Tensor,
-    experts: dict[str, WanTransformer],
-    vae: AutoencoderKLWan,
-) -> list[Generated]:
-    """One clip per prompt, each in a call of its own: the same whatever the others are.
-
-    `embeds` `[1 + prompts, 512, width]` begins with the empty prompt.
-    """
-    pipeline = build_pipeline(experts, boundary=config.model.boundary, shift=settings.shift, vae=vae)
-    # The weights stay float32; what is computed in bf16 is what training computed in bf16.
-    is_bf16 = config.precision.compute_dtype is Dtype.bf16
-    with torch.autocast(vae.device.type, torch.bfloat16, enabled=is_bf16):
-        return [
-            generate(
-                pipeline,
-                embeds[number : number + 1],
-                embeds[:1],
-                num_frames=config.data.num_frames,
-                height=config.data.height,
-                width=config.data.width,
-                steps=settings.steps,
-                guidance=settings.guidance,
-                seeds=[settings.seed],
-                first=number - 1,
-            )
-            for number in range(1, len(embeds))
-        ]
-
-
-def _compare(
-    config: Config,
-    prompts: Sequence[str],
-    clips: Sequence[Clip],
-    made: Sequence[Generated],
-    videos: Sequence[Tensor],
-    vae: AutoencoderKLWan,
-) -> tuple[list[Tensor | None], list[dict[str, Any]]]:
-    """For each prompt: its training clip's pixels, if it has one, and what `Sample` tells of the two."""
-    if not clips:
-        return [None] * len(prompts), [{}] * len(prompts)
-    captions = [clean(clip.caption) for clip in clips]
-    owners = [captions.index(clean(prompt)) if clean(prompt) in captions else None for prompt in prompts]
-    bank, kept = [], {}
-    for number, clip in enumerate(clips):
-        pixels = _decode(config, clip)
-        bank.append(encode_video(vae, pixels[None]))
-        if number in owners:
-            kept[number] = pixels
-    index, distances = nearest(torch.cat([one.latents for one in made]), torch.cat(bank))
-    found = []
-    for row, (owner, video) in enumerate(zip(owners, videos, strict=True)):
-        closest = int(index[row])
-        found.append({"nearest": clips[closest].key, "mse_over_variance": distances[row, closest].item()})
-        if owner is not None:
-            own = {"psnr": psnr(video, kept[owner]), "own_mse_over_variance": distances[row, owner].item()}
-            found[-1].update(own, clip=clips[owner].key)
-    return [kept.get(owner) for owner in owners], found
-
-
-def _decode(config: Config, clip: Clip) -> Tensor:
-    data = config.data
+def _read(settings: Settings, clip: Clip) -> Tensor:
     return decode(
         clip.path,
         start_seconds=clip.start_seconds,
-        num_frames=data.num_frames,
-        fps=data.fps,
-        height=data.height,
-        width=data.width,
+        num_frames=settings.num_frames,
+        fps=settings.fps,
+        height=settings.height,
+        width=settings.width,
     )
 
 
-def folder_name(checkpoint: str, options: SampleOptions, config: Config) -> str:
-    """The checkpoint's name and what was typed that differs from the run, so that no samples are lost."""
-    name = checkpoint
-    for key in ("seed", "steps", "guidance", "shift"):
-        typed = getattr(options, key)
-        if typed is not None and typed != getattr(config.sampling, key):
-            name += f"-{key}{typed:g}" if isinstance(typed, float) else f"-{key}{typed}"
-    return name if options.prompt is None else f"{name}-{slug(options.prompt)}"
+# The videos
 
 
-def experts_table(run_dir: Path, checkpoint: Path) -> str:
-    """How often each expert trained, and its last loss."""
-    state = checkpoints.read_state(checkpoint)
-    losses: dict[str, float] = {}
-    for record in JsonLines(run_dir / "metrics.jsonl").read():
-        if record["step"] <= state.step:
-            found = {name: record.get(f"train/{name}/loss") for name in state.experts}
-            losses |= {name: loss for name, loss in found.items() if loss is not None}
-    total = sum(expert.steps for expert in state.experts.values())
-    rows = [("expert", "steps", "share expected", "share seen", "last loss")]
-    for name, expert in state.experts.items():
-        seen = expert.steps / total if total else 0.0
-        loss = f"{losses[name]:.4f}" if name in losses else "-"
-        rows.append((name, str(expert.steps), f"{expert.share:.3f}", f"{seen:.3f}", loss))
-    return _table(rows)
+def _generate(
+    pipeline: Pipeline, settings: Settings, embeds: Tensor, made_from: Sequence[Shot]
+) -> list[Generated]:
+    """One clip per shot, each in a call of its own: the same whatever the others are.
 
-
-def samples_table(samples: Sequence[Sample]) -> str:
-    """How near each video came to the training clips."""
-    rows = [("caption", "PSNR", "nearest clip", "mse/variance")]
-    for sample in samples:
-        near = "-" if sample.mse_over_variance is None else f"{sample.mse_over_variance:.4f}"
-        own = "-" if sample.psnr is None else f"{sample.psnr:.2f} dB"
-        caption = (
-            sample.prompt if len(sample.prompt) <= CAPTION_SHOWN else sample.prompt[: CAPTION_SHOWN - 1] + "…"
+    `embeds` `[1 + shots, 512, width]` begins with the empty prompt.
+    """
+    return [
+        generate(
+            pipeline,
+            embeds[number : number + 1],
+            embeds[:1],
+            num_frames=settings.num_frames,
+            height=settings.height,
+            width=settings.width,
+            steps=settings.steps,
+            guidance=settings.guidance,
+            seeds=[settings.seed],
+            first=number - 1,
+            **shots.images_of([shot]),
         )
-        rows.append((caption, own, sample.nearest or "-", near))
-    return _table(rows)
+        for number, shot in enumerate(made_from, start=1)
+    ]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+def _samples(
+    subject: Subject,
+    settings: Settings,
+    made_from: Sequence[Shot],
+    made: Sequence[Generated],
+    found: Comparison,
+) -> list[Sample]:
+    return [
+        Sample(
+            prompt=shot.prompt,
+            seed=settings.seed,
+            steps=settings.steps,
+            guidance=settings.guidance,
+            shift=settings.shift,
+            expert_calls=one.expert_calls,
+            checkpoint=subject.weights.name,
+            image=shot.image and shot.image.source,
+            last_image=shot.last_image and shot.last_image.source,
+            **numbers,
+        )
+        for shot, one, numbers in zip(made_from, made, found.numbers, strict=True)
+    ]
+
+
+def folder_name(subject: Subject, options: SampleOptions) -> str:
+    """The checkpoint's name and what was typed that differs from the run, so that no samples are lost."""
+    name = subject.weights.name
+    for key in SETTINGS:
+        typed = getattr(options, key)
+        if typed is not None and typed != subject.defaults.get(key):
+            name += f"-{key}{typed:g}" if isinstance(typed, float) else f"-{key}{typed}"
+    words = [options.prompt, *(path and Path(path).stem for path in (options.image, options.last_image))]
+    return "-".join([name, *(slug(word) for word in words if word is not None)])
 
 
 if __name__ == "__main__":

@@ -36,20 +36,21 @@ def main(config: Config) -> int:
     if folder is not None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         refuse_misfit(folder, world_size=world_size, experts=schedules, clips=clips)
-    parts.locate_weights(config)
+    local, commit = parts.with_local_weights(config)
+    parts.locate_weights(local)
     if config.train.deterministic:
         run.make_deterministic()
 
     init_distributed()
-    run.agree(folder, clips)
+    run.agree(folder, clips, commit)
     mesh = Mesh(config.parallelism.sp_size)
     with run.held(config, mesh):
         run.say_what_was_found(config, folder)
-        trackers = run.open_folder(config, mesh)
+        trackers = run.open_folder(config, mesh, commit)
         logs.to_file(mesh.rank, Path(config.run_dir) / "log.txt")
         code = 1
         try:
-            loop = run.build_loop(config, mesh, clips, routing, schedules, trackers, folder)
+            loop = run.build_loop(local, mesh, clips, routing, schedules, trackers, folder)
             loop.run()
             code = 128 + loop.stopped_by if loop.stopped_by and not loop.is_finished else 0
         finally:

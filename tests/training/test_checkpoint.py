@@ -147,7 +147,8 @@ def _resume(stage, folder):
     for _ in range(4):
         resumed.train_step()
     weights = {name: tiny.full_weights(expert) for name, expert in resumed.experts.items()}
-    read = {name: checkpoint.read_weights(where, name) for name in resumed.experts}
+    sources = {name: checkpoint.checkpoint_source(where, name) for name in resumed.experts}
+    read = {name: source.read(source.tensors) for name, source in sources.items()}
     return {
         "loaded as saved": {name: tiny.equal(saved[name], loaded[name]) for name in saved},
         "continued as if never stopped": {

@@ -71,12 +71,30 @@ def prompt_of(caption: str) -> torch.Tensor:
     return streams.normal((512, ARCHITECTURE["text_dim"]), SEED, "caption text", caption)
 
 
-def encoded() -> Encoded:
+def condition_of(index: int, architecture: dict) -> Condition:
+    """What an image model is given of a clip; nothing for the others."""
+    if architecture["in_channels"] == architecture["out_channels"]:
+        return Condition()
+    mask = torch.zeros(4, *LATENTS[1:])
+    mask[:, 0] = 1
+    image = architecture.get("image_dim")
+    tokens = architecture.get("pos_embed_seq_len", 257)
+    return Condition(
+        streams.normal(LATENTS, SEED, "condition", index),
+        mask,
+        image and streams.normal((tokens, image), SEED, "image", index),
+    )
+
+
+def encoded(architecture: dict = ARCHITECTURE) -> Encoded:
     clips = [Clip(str(index), Path(str(index)), f"caption {index}") for index in range(CLIPS)]
+    shape = (architecture["out_channels"], *LATENTS[1:])
     return Encoded(
         clips,
-        read=lambda clip: latents_of(int(clip.key)),
-        encode_clip=lambda latents: EncodedClip(latents, Condition()),
+        read=lambda clip: torch.tensor(int(clip.key)),
+        encode_clip=lambda index: EncodedClip(
+            streams.normal(shape, SEED, "clip", index.item()), condition_of(index.item(), architecture)
+        ),
         encode_text=lambda captions: torch.stack([prompt_of(caption) for caption in captions]),
         keep=True,
     )
@@ -92,9 +110,9 @@ def items(steps, global_batch_size, mesh):
         ]
 
 
-def model(expert: str):
+def model(expert: str, architecture: dict = ARCHITECTURE):
     """A float32 transformer whose head is not zero, so that every gradient is alive from the first step."""
-    built = build_transformer(ARCHITECTURE, path=None, weights=None, seed=SEED, expert=expert)
+    built = build_transformer(architecture, None, seed=SEED, expert=expert)
     with torch.no_grad():
         built.proj_out.weight.normal_(std=0.1, generator=streams.generator(SEED, "head", expert))
     return built.train()
@@ -110,9 +128,10 @@ def expert(  # noqa: PLR0913
     max_grad_norm=1.0,
     guarded=False,
     network=None,
+    architecture=ARCHITECTURE,
     compute_dtype="fp32",
 ) -> Expert:
-    network = model(name) if network is None else network
+    network = model(name, architecture) if network is None else network
     engine = Engine(
         network,
         build_optimizer(network, partial(torch.optim.AdamW, lr=lr, weight_decay=0.1)),
@@ -135,6 +154,8 @@ def loop(  # noqa: PLR0913
     steps=100,
     first_step=0,
     policy="natural",
+    architecture=ARCHITECTURE,
+    conditioning=None,
     **options,
 ) -> Loop:
     mesh = Mesh()
@@ -142,15 +163,17 @@ def loop(  # noqa: PLR0913
     routing = plan_routing(timesteps, boundary=0.875, experts=experts, policy=policy, seed=SEED)
     return Loop(
         experts={
-            name: expert(name, routing.intervals[name], mesh, stage=stage, **options)
+            name: expert(
+                name, routing.intervals[name], mesh, stage=stage, architecture=architecture, **options
+            )
             for name in routing.shares
         },
         routing=routing,
         objective=FlowMatching(
-            timesteps, bell, TextToVideo(), seed=SEED, global_batch_size=global_batch_size
+            timesteps, bell, conditioning or TextToVideo(), seed=SEED, global_batch_size=global_batch_size
         ),
         batches=items(range(first_step, steps), global_batch_size, mesh),
-        encoded=encoded(),
+        encoded=encoded(architecture),
         mesh=mesh,
         steps=steps,
         micro_batch_size=micro_batch_size,

@@ -196,12 +196,13 @@ class Config:
     resume: str = "auto"  # auto, never, or a checkpoint folder
 
 
-def read(cfg: DictConfig) -> Config:
+def read(cfg: DictConfig | dict[str, Any]) -> Config:
     """The settings as plain Python objects: interpolations resolved, `~` expanded, typed numbers numbers.
 
     ConfigError names what is missing, of the wrong type, or refers to nothing.
     """
     try:
+        cfg = OmegaConf.create(cfg) if isinstance(cfg, dict) else cfg
         if OmegaConf.get_type(cfg) is not Config:
             cfg = OmegaConf.merge(OmegaConf.structured(Config), cfg)
         missing = _missing(OmegaConf.to_container(cfg, resolve=False))

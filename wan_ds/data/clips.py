@@ -233,8 +233,11 @@ def _fit(frame: VideoFrame, stream: VideoStream, size: tuple[int, int]) -> torch
     """The frame as shown, scaled to cover ``size`` and cropped about its centre: uint8 ``[3, H, W]``."""
     height, width, turns = shown_shape(frame, stream)
     rgb = np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns))
-    picture = torch.from_numpy(rgb).permute(2, 0, 1)
-    scaled = covering_size(height, width, size)
+    return fitted(torch.from_numpy(rgb).permute(2, 0, 1), covering_size(height, width, size), size)
+
+
+def fitted(picture: torch.Tensor, scaled: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
+    """Levels uint8 ``[3, height, width]`` brought to the size ``scaled``, then its centre of ``size``."""
     if scaled != tuple(picture.shape[1:]):
         smooth = F.interpolate(
             picture[None].float(), size=scaled, mode="bicubic", align_corners=False, antialias=True

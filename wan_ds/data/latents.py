@@ -38,7 +38,7 @@ class Encoded:
         keep: bool,
     ) -> None:
         self.clips = clips
-        self._read = read
+        self.read = read
         self._encode_clip = encode_clip
         self._encode_text = encode_text
         self._keep = keep
@@ -49,14 +49,10 @@ class Encoded:
         """A clip encoded; from its pixels where they are at hand."""
         if index in self._encoded:
             return self._encoded[index]
-        encoded = self._encode_clip(self.pixels(index) if pixels is None else pixels)
+        encoded = self._encode_clip(self.read(self.clips[index]) if pixels is None else pixels)
         if self._keep:
             self._encoded[index] = encoded
         return encoded
-
-    def pixels(self, index: int) -> torch.Tensor:
-        """[3, F, H, W] in [-1, 1] of a clip, read from its file."""
-        return self._read(self.clips[index])
 
     def prompt(self, index: int | None) -> torch.Tensor:
         """[512, width] of a clip's caption; of the empty caption, which is always kept, for None."""

@@ -74,8 +74,8 @@ class LogitNormal:
 class Mode:
     """Draws that gather in the middle (scale > 0) or at both ends (scale < 0), then the shift.
 
-    With u uniform, sigma = u - scale (sin^2(pi u / 2) - u) before the shift: Esser et al. 2024, eq. 20, written
-    from the clean end. It is monotonic for -1 <= scale <= 2 / (pi - 2) = 1.75; 0 is `Uniform`.
+    With u uniform, sigma = u - scale (sin^2(pi u / 2) - u) before the shift: Esser et al. 2024, eq. 20,
+    written from the clean end. It is monotonic for -1 <= scale <= 2 / (pi - 2) = 1.75; 0 is `Uniform`.
     """
 
     scale: float = 1.29
@@ -85,8 +85,8 @@ class Mode:
         _check_shift(self.shift)
         if not -1 <= self.scale <= MODE_SCALE_LIMIT:
             raise ValueError(
-                f"timesteps.scale={self.scale} must lie between -1 and {MODE_SCALE_LIMIT:.4f}, where every sigma "
-                "belongs to one draw"
+                f"timesteps.scale={self.scale} must lie between -1 and {MODE_SCALE_LIMIT:.4f}, where every "
+                "sigma belongs to one draw"
             )
 
     def quantile(self, u: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,9 @@ class Mode:
             middle = (low + high) / 2
             is_below = self._bent(middle) < wanted
             low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
-        return torch.where(wanted <= 0, low, torch.where(wanted >= 1, torch.ones_like(high), (low + high) / 2))
+        return torch.where(
+            wanted <= 0, low, torch.where(wanted >= 1, torch.ones_like(high), (low + high) / 2)
+        )
 
     def _bent(self, u: torch.Tensor) -> torch.Tensor:
         bent = u - self.scale * (torch.sin(math.pi / 2 * u).square() - u)

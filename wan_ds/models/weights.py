@@ -1,99 +1,227 @@
-"""Where a model's weights come from: a folder, the package, or seeded random numbers."""
+"""A transformer's weights, put in one block at a time, from whatever holds tensors by name or from a seed.
+
+The model is built on the meta device, and nothing is read before all names and shapes are known to fit. Then
+each block is read, cast and, under ZeRO-3, handed to ``partition``, which leaves each rank its shard: no
+process ever holds more than its shards and one block."""
 
 import math
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wan_ds import streams
 from wan_ds.errors import CheckpointError
-from wan_ds.models.transformer import WanTransformer
+from wan_ds.models.transformer import WanTransformer, check_rope, reset_rope
 
-_PACKAGE = Path(__file__).parents[1]
+NAMES_SHOWN = 3  # of the names in an error's message
+IMAGE_KEY = "blocks.0.attn2.add_k_proj.weight"  # k_img in original files: Wan 2.1's models that see images
+# The sizes that tensors show, each with the tensor and the axis that shows it.
+_SIZES = {
+    "in_channels": ("patch_embedding.weight", 1),
+    "ffn_dim": ("blocks.0.ffn.net.0.proj.weight", 0),
+    "text_dim": ("condition_embedder.text_embedder.linear_1.weight", 1),
+    "freq_dim": ("condition_embedder.time_embedder.linear_1.weight", 1),
+    "image_dim": ("condition_embedder.image_embedder.norm1.weight", 0),
+    "pos_embed_seq_len": ("condition_embedder.image_embedder.pos_embed", 1),
+}
+_OPTIONAL = ("image_dim", "pos_embed_seq_len")  # whose absence says something
+_IGNORED = "norm_added_q"  # diffusers ignores it in files, too: no model has used it
 
 
-def locate(path: str | None, weights: str, component: str) -> Path:
-    """The folder of a component: ``weights`` itself if it is a folder, else a subfolder of ``path``.
+class Described(Protocol):
+    """What is known of a tensor before it is read; a tensor is one, too."""
 
-    A ``path`` that begins with wan_ds/ may lie beside the installed package. Raises CheckpointError if there
-    is none.
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class Source(Protocol):
+    """Tensors by diffusers' names that can be read a few at a time.
+
+    It may have an attribute ``architecture`` as well: what its config says, in diffusers' words.
     """
-    tried = [Path(weights)]
-    if path is not None:
-        tried = [Path(path) / weights, _PACKAGE.parent / path / weights, Path(weights)]
-    for folder in tried:
-        if folder.is_dir():
-            return folder.resolve()
-    raise CheckpointError(
-        f"model.{component}.weights={weights}: no such folder under model.path={path}; "
-        "name a local folder in diffusers' layout (a hub name is downloaded first: "
-        "hf download <name> --local-dir <folder>)"
-    )
+
+    where: str
+    tensors: Mapping[str, Described]
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors on the CPU; on the meta device those that another rank reads, to be broadcast."""
+        ...
 
 
-def build_transformer(
-    architecture: dict[str, Any], *, path: str | None, weights: str | None, seed: int, expert: str
+def build_transformer(  # noqa: PLR0913
+    architecture: Mapping[str, Any],
+    source: Source | None,
+    *,
+    seed: int = 0,
+    expert: str = "all",
+    trainable_dtype: torch.dtype = torch.float32,
+    is_trainable: Callable[[str], bool] = lambda name: True,  # noqa: ARG005
+    partition: Callable[[nn.Module], None] | None = None,
 ) -> WanTransformer:
-    """A float32 transformer on the CPU: loaded from its folder, or, where ``weights`` is null, from the seed.
+    """A transformer of diffusers' ``architecture`` on the CPU, its tensors read from the source in one walk.
 
-    Raises CheckpointError if the folder is missing or holds a model of another architecture.
+    Args:
+        source: None draws them from the stream of (seed, expert, name).
+        trainable_dtype: what trainable tensors are cast to as they are read; frozen ones stay as stored.
+        is_trainable: whether the tensor of this name requires gradients.
+        partition: called with each module whose parameters are complete; the whole model comes last, for
+            the parameters of its own. A collective where there are several ranks.
+
+    Raises:
+        CheckpointError: the source does not fit, told before anything is read; or a read fails.
     """
-    if weights is None:
-        model = WanTransformer(**architecture)
-        initialise(model, seed, expert)
-        return model
-    folder = locate(path, weights, f"experts.{expert}")
-    try:
-        model, found = WanTransformer.from_pretrained(
-            folder, torch_dtype=torch.float32, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} holds no transformer in diffusers' layout: {error}") from error
-    wrong = {kind: keys for kind, keys in found.items() if keys and kind != "error_msgs"}
-    if wrong:
-        listing = "; ".join(f"{kind}: {', '.join(map(str, list(keys)[:3]))}" for kind, keys in wrong.items())
-        raise CheckpointError(f"{folder} does not fit this transformer: {listing}")
-    differing = {
-        key: (model.config.get(key), value)
-        for key, value in architecture.items()
-        if _plain(model.config.get(key)) != _plain(value)
-    }
-    if differing:
-        listing = ", ".join(
-            f"{key}: {theirs} there, {ours} here" for key, (theirs, ours) in differing.items()
-        )
-        raise CheckpointError(f"{folder} holds another architecture than model.transformer says: {listing}")
+    model = on_meta(architecture)
+    if source is None:
+        source = Drawn(model, seed, expert)
+    refuse_misfit(model, source)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trainable(name))
+    for module, names in _units(model):
+        _fill(model, names, source, trainable_dtype)
+        if partition is not None:
+            partition(module)
+    reset_rope(model, "cpu")
+    check_rope(model)
     return model
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, (list, tuple)) else value
+def on_meta(architecture: Mapping[str, Any]) -> WanTransformer:
+    """The transformer without memory for its weights."""
+    with torch.device("meta"):
+        return WanTransformer(**architecture)
 
 
-@torch.no_grad()
-def initialise(model: WanTransformer, seed: int, expert: str) -> None:
-    """Fill every parameter from its own stream (seed, expert, name), as Wan's authors initialise theirs.
+def _units(model: WanTransformer) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Modules with the names of their parameters: blocks one by one, other children, the model's own."""
+    for child_name, child in model.named_children():
+        listed = isinstance(child, nn.ModuleList)
+        for name, module in child.named_children() if listed else [("", child)]:
+            prefix = f"{child_name}.{name}." if listed else f"{child_name}."
+            names = [f"{prefix}{parameter}" for parameter, _ in module.named_parameters()]
+            if names:
+                yield module, names
+    yield model, [name for name, _ in model.named_parameters(recurse=False)]
+
+
+def _fill(model: WanTransformer, names: list[str], source: Source, trainable_dtype: torch.dtype) -> None:
+    tensors = source.read(names)
+    for name in names:
+        tensor = tensors.pop(name)  # let go one by one: a cast block must not stand beside the stored one
+        module, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(module)
+        requires_grad = owner.get_parameter(leaf).requires_grad
+        tensor = tensor.to(trainable_dtype) if requires_grad else tensor
+        tensor = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.contiguous()
+        setattr(owner, leaf, nn.Parameter(tensor, requires_grad=requires_grad))
+
+
+class Drawn:
+    """Random float32 weights, each from its own stream (seed, expert, name), as Wan's authors start theirs.
 
     Xavier-uniform linear layers with zero biases, normal 0.02 in the time and text embedders, a zero head,
-    unit norms.
+    unit norms, zero positions of image tokens.
     """
-    for name, parameter in model.named_parameters():
+
+    def __init__(self, model: WanTransformer, seed: int, expert: str) -> None:
+        self.where = f"seed {seed}"
+        self.tensors = dict(model.named_parameters())
+        self._key = (seed, "initialise", expert)
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: self._draw(name, self.tensors[name].shape) for name in names}
+
+    def _draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         kind = name.rsplit(".", 1)[-1]
-        rng = streams.generator(seed, "initialise", expert, name)
+        tensor, rng = torch.empty(shape), streams.generator(*self._key, name)
         if kind == "scale_shift_table":
-            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=rng)
-        elif kind == "bias" or name.startswith("proj_out"):
-            parameter.zero_()
-        elif parameter.ndim == 1:
-            parameter.fill_(1)
-        elif "time_embedder" in name or "text_embedder" in name:
-            parameter.normal_(std=0.02, generator=rng)
-        else:
-            fan_out, fan_in = parameter.shape[0], math.prod(parameter.shape[1:])
-            bound = math.sqrt(6 / (fan_in + fan_out))
-            parameter.uniform_(-bound, bound, generator=rng)
+            return tensor.normal_(std=shape[-1] ** -0.5, generator=rng)
+        if kind in ("bias", "pos_embed") or name.startswith("proj_out"):
+            return tensor.zero_()
+        if tensor.ndim == 1:
+            return tensor.fill_(1)
+        if "time_embedder" in name or "text_embedder" in name:
+            return tensor.normal_(std=0.02, generator=rng)
+        bound = math.sqrt(6 / (math.prod(shape[1:]) + shape[0]))
+        return tensor.uniform_(-bound, bound, generator=rng)
+
+
+def refuse_misfit(model: WanTransformer, source: Source) -> None:
+    """Raise one CheckpointError for all that differs between the model and what the source says it holds."""
+    ours, theirs = dict(model.named_parameters()), source.tensors
+    sizes = _differing_sizes(model, source)
+    found = sizes or _differing_keys(ours, theirs)
+    whole = [name for name in ours if name in theirs and not theirs[name].dtype.is_floating_point]
+    if whole:
+        found.append(f"{whole[0]} holds whole numbers ({theirs[whole[0]].dtype}): a quantised model")
+    if not found:
+        return
+    kind = ""
+    if (IMAGE_KEY in theirs) != (IMAGE_KEY in ours):
+        kind = f": it {'has' if IMAGE_KEY in theirs else 'lacks'} the image keys of Wan 2.1's image to video"
+    advice = "; choose the model that it was released as" if sizes or kind else ""
+    raise CheckpointError(f"{source.where} does not fit model.transformer{kind}; {'; '.join(found)}{advice}")
+
+
+def _differing_sizes(model: WanTransformer, source: Source) -> list[str]:
+    ours, theirs = _sizes(dict(model.named_parameters())), _sizes(source.tensors)
+    config = dict(model.config)
+    stated = getattr(source, "architecture", {})
+    ours |= {key: config[key] for key in stated if key in config and key not in theirs}
+    theirs |= {key: value for key, value in stated.items() if key in config and key not in theirs}
+    return [
+        f"{key}: {_text(theirs[key])} there, {_text(ours[key])} here"
+        for key in ours
+        if key in theirs and _plain(theirs[key]) != _plain(ours[key])
+    ]
+
+
+def _sizes(tensors: Mapping[str, Described]) -> dict[str, Any]:
+    """What the shapes tell of the architecture; a size that a missing tensor would show is left out."""
+    sizes: dict[str, Any] = {}
+    for key, (name, axis) in _SIZES.items():
+        if name in tensors and len(tensors[name].shape) > axis:
+            sizes[key] = tensors[name].shape[axis]
+        elif key in _OPTIONAL:
+            sizes[key] = None
+    sizes["num_layers"] = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
+    patch = tensors["patch_embedding.weight"].shape if "patch_embedding.weight" in tensors else ()
+    if len(patch) == 5:
+        sizes |= {"width": patch[0], "patch_size": list(patch[2:])}
+        if "proj_out.weight" in tensors:
+            sizes["out_channels"] = tensors["proj_out.weight"].shape[0] / math.prod(patch[2:])
+    return sizes
+
+
+def _differing_keys(ours: Mapping[str, Described], theirs: Mapping[str, Described]) -> list[str]:
+    found = []
+    missing = [name for name in ours if name not in theirs]
+    unexpected = [name for name in theirs if name not in ours and _IGNORED not in name]
+    misshapen = [
+        f"{name} {list(theirs[name].shape)} there, {list(ours[name].shape)} here"
+        for name in ours
+        if name in theirs and tuple(theirs[name].shape) != tuple(ours[name].shape)
+    ]
+    for kind, names in {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}.items():
+        if names:
+            more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+            found.append(f"{kind}: {', '.join(names[:NAMES_SHOWN])}{more}")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, list | tuple) else value
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from wan_ds.data.clips import Clip
 from wan_ds.errors import CheckpointError
+from wan_ds.models.weights import Source
 from wan_ds.parallel.reduce import any_rank
 
 if TYPE_CHECKING:  # importing it takes seconds, and whoever only reads folders need not wait
@@ -290,11 +290,15 @@ def load(folder: Path, engines: Mapping[str, "Engine"]) -> TrainerState:
     return read_state(folder)
 
 
-def read_weights(folder: Path, expert: str) -> dict[str, torch.Tensor]:
-    """An expert's float32 weights by name, in one process, from a checkpoint of any world size."""
-    from wan_ds.training.engine import consolidated_weights
+def checkpoint_source(folder: Path, expert: str) -> Source:
+    """An expert's tensors by name, in one process, from a checkpoint of any world size and ZeRO stage.
 
+    What trained is float32. Raises CheckpointError if the checkpoint has no such expert or is not whole.
+    """
+    from wan_ds.training.zero_files import ZeroFiles  # it imports DeepSpeed
+
+    warn_of_owner(folder)
     if not (folder / expert).is_dir():
         there = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
         raise CheckpointError(f"{folder} holds no expert {expert}; it holds {there}")
-    return consolidated_weights(folder, expert)
+    return ZeroFiles(folder / expert)

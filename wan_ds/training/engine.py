@@ -5,8 +5,6 @@ when it is not given; a window of ours is one step of its own (unmanaged accumul
 neither skips a non-finite step nor reports a norm without clipping.
 """
 
-import contextlib
-import io
 import logging
 import os
 import warnings
@@ -19,9 +17,8 @@ import deepspeed
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import groups, safe_get_full_grad
 from deepspeed.utils.tensor_fragment import fragment_address
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
 from wan_ds.errors import CheckpointError
@@ -81,6 +78,29 @@ def deepspeed_config(
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
         torch.set_autocast_cache_enabled(False)  # the cache would hold a bf16 copy of the whole model
     return config
+
+
+def partition_of(zero_optimization: dict[str, Any]) -> Callable[[nn.Module], None] | None:
+    """What shards a complete module's parameters under ZeRO-3, with rank 0's values; None for other stages.
+
+    A collective: every rank calls it with modules of the same parameters in the same order. One zero.Init
+    serves all modules of a model, because each would make a group (hpZ) or a swapper (NVMe) of its own.
+    """
+    if zero_optimization["stage"] != 3:
+        return None
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": dict(zero_optimization)}
+    node = zero_optimization.get("zero_hpz_partition_size", 1)
+    if node > 1 and groups._get_zero_param_intra_parallel_group() is None:
+        groups._create_zero_param_parallel_group(node)  # which asserts that there is none
+    init = deepspeed.zero.Init(
+        config_dict_or_path=config,
+        zero_param_parallel_group=groups._get_zero_param_intra_parallel_group() if node > 1 else None,
+    )
+
+    def partition(module: nn.Module) -> None:
+        init._convert_to_zero_parameters(module.parameters())  # what Init(module=...) does with it
+
+    return partition
 
 
 class Engine:
@@ -189,7 +209,7 @@ class Engine:
 
     def load(self, folder: Path, tag: str) -> None:
         """Read what `save` wrote, into a fresh engine of the same world; a collective."""
-        with _only_tensors():
+        with only_tensors():
             path, _ = self.engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
         if path is None:
             raise CheckpointError(f"DeepSpeed found no state of {tag} in {folder}")
@@ -249,7 +269,7 @@ def _complete_plain_step(optimizer: torch.optim.Optimizer, max_grad_norm: float)
 
 
 @contextmanager
-def _only_tensors() -> Iterator[None]:
+def only_tensors() -> Iterator[None]:
     """Inside, DeepSpeed's readers get tensors and containers only: torch.load refuses every other pickled
     object.
 
@@ -265,19 +285,3 @@ def _only_tensors() -> Iterator[None]:
             del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
         else:
             os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = before
-
-
-def consolidated_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
-    """The float32 weights of folder/tag by name, put together in one process from the files of any world."""
-    whole = folder / tag / "mp_rank_00_model_states.pt"
-    with _only_tensors(), _silence():
-        if whole.exists() and not list(whole.parent.glob("*_optim_states.pt")):  # ZeRO-0: nothing was sharded
-            return torch.load(whole, map_location="cpu", weights_only=True)["module"]
-        return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """DeepSpeed's reader prints and draws progress bars; its errors are exceptions."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield

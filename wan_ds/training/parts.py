@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +16,9 @@ from wan_ds.data.clips import Clip, decode
 from wan_ds.data.latents import Encoded, EncodedClip
 from wan_ds.data.loader import Loader
 from wan_ds.data.readers import detect
-from wan_ds.errors import CheckpointError
+from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.flow.timesteps import Interval
+from wan_ds.interop import hub
 from wan_ds.models.conditioning import Conditioning
 from wan_ds.models.encoders import (
     ImageEncoder,
@@ -25,17 +28,27 @@ from wan_ds.models.encoders import (
     load_text_encoder,
     load_vae,
 )
-from wan_ds.models.weights import build_transformer, count_parameters, locate
+from wan_ds.models.weights import (
+    Drawn,
+    Source,
+    build_transformer,
+    count_parameters,
+    on_meta,
+    refuse_misfit,
+)
 from wan_ds.parallel.mesh import Mesh
-from wan_ds.training.engine import Engine
+from wan_ds.training.engine import Engine, partition_of
 from wan_ds.training.experts import Routing, plan_routing
 from wan_ds.training.guard import FirstSteps
 from wan_ds.training.loop import Expert
 from wan_ds.training.lr_schedule import Schedule
 from wan_ds.training.optimizer import build_optimizer
+from wan_ds.training.sources import ByOneRank, agreed, locate, transformer_source
 from wan_ds.training.step import FlowMatching
 
 log = logging.getLogger(__name__)
+
+_TORCH = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
 
 
 def target_of(key: str, settings: dict[str, Any]) -> Callable[..., Any]:
@@ -100,15 +113,49 @@ def objective_of(config: Config, routing: Routing) -> FlowMatching:
     )
 
 
-def locate_weights(config: Config) -> None:
-    """Raise CheckpointError for the first component whose folder is missing; reads no weight."""
+def with_local_weights(config: Config) -> tuple[Config, str | None]:
+    """The settings with ``model.path`` a folder of this machine, and the commit if the hub has the model.
+
+    What the components name below a hub id is downloaded, once per node; for everything else nothing but the
+    disk is asked. Raises CheckpointError.
+    """
     model = config.model
-    named = {"vae": model.vae, "text_encoder": model.text_encoder, "tokenizer": model.tokenizer}
-    trained = config.train.experts or model.experts
-    named |= {f"experts.{name}": model.experts[name] for name in trained}
-    for component, where in named.items():
-        if where.weights is not None:
-            locate(model.path, where.weights, component)
+    components = (model.vae, model.text_encoder, model.tokenizer, model.image_encoder, model.image_processor)
+    experts = [model.experts[name] for name in config.train.experts or model.experts]
+    named = [part.weights for part in (*components, *experts) if part.weights is not None]
+    # A bare name is the model's own part, whatever the current folder happens to hold.
+    below = [weights for weights in named if "/" not in weights or not Path(weights).exists()]
+    folder, commit = hub.resolve(model.path, revision=model.revision, needed=below)
+    if commit is None and model.revision is not None:
+        raise ConfigError(
+            f"model.revision={model.revision}: {model.path} is a folder here, and only the hub has "
+            "revisions; type model.revision=null"
+        )
+    if commit is not None:
+        log.info("%s: commit %s in %s", model.path, commit, folder)
+    path = None if folder is None else str(folder)
+    return replace(config, model=replace(model, path=path)), commit
+
+
+def locate_weights(config: Config) -> None:
+    """Raise CheckpointError for the first component that is missing or does not fit; reads headers alone."""
+    model = config.model
+    for component in ("vae", "text_encoder", "tokenizer", "image_encoder", "image_processor"):
+        weights = getattr(model, component).weights
+        if weights is not None:
+            locate(model.path, weights, component)
+    for name in config.train.experts or model.experts:
+        source_of(config, name)
+
+
+def source_of(config: Config, expert: str) -> Source:
+    """What an expert starts from, its names and shapes those of the model; raises CheckpointError."""
+    model = on_meta(config.model.transformer)
+    source = transformer_source(config.model.path, config.model.experts[expert].weights, expert)
+    if source is None:
+        return Drawn(model, config.seed, expert)
+    refuse_misfit(model, source)
+    return source
 
 
 class Encoders(NamedTuple):
@@ -203,12 +250,12 @@ def schedules_of(config: Config, routing: Routing) -> dict[str, Schedule]:
 
 def build_expert(config: Config, name: str, interval: Interval, schedule: Schedule, mesh: Mesh) -> Expert:
     """One expert, its weights read or drawn, sharded over the mesh."""
+    zero_optimization = dict(config.parallelism.zero_optimization)
     model = build_transformer(
         config.model.transformer,
-        path=config.model.path,
-        weights=config.model.experts[name].weights,
-        seed=config.seed,
-        expert=name,
+        ByOneRank(agreed(lambda: source_of(config, name))),
+        trainable_dtype=_TORCH[config.precision.trainable_dtype],
+        partition=partition_of(zero_optimization),
     )
     if config.parallelism.recompute.name == "full":
         model.enable_gradient_checkpointing()
@@ -217,7 +264,7 @@ def build_expert(config: Config, name: str, interval: Interval, schedule: Schedu
         model.train(),
         build_optimizer(model, target_of("optimizer", config.optimizer)),
         mesh,
-        zero_optimization=dict(config.parallelism.zero_optimization),
+        zero_optimization=zero_optimization,
         micro_batch_size=config.train.micro_batch_size,
         max_grad_norm=config.train.max_grad_norm,
         compute_dtype=config.precision.compute_dtype.name,

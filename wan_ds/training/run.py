@@ -18,12 +18,13 @@ from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.models.encoders import decode_latents
 from wan_ds.parallel.mesh import Mesh
 from wan_ds.parallel.reduce import any_rank, host_group
-from wan_ds.training import callbacks, checkpoint, evaluation, parts, run_folder
+from wan_ds.training import callbacks, checkpoint, evaluation, parts, run_folder, shots
 from wan_ds.training.engine import device
 from wan_ds.training.experts import Routing
 from wan_ds.training.loop import Callback, Expert, Loop
 from wan_ds.training.lr_schedule import Schedule
 from wan_ds.training.sampling import Sample, build_pipeline, generate, guidance_of, write_samples
+from wan_ds.training.shots import Shot
 from wan_ds.training.trackers import Trackers, WandbSettings
 
 log = logging.getLogger(__name__)
@@ -95,12 +96,18 @@ def named_checkpoint(config: Config, run: Path, newest: Path | None) -> Path:
     return folder
 
 
-def agree(folder: Path | None, clips: list[Clip]) -> None:
-    """Raise CheckpointError on every rank unless all found the same checkpoint and clips on their disks."""
-    own = (folder.name if folder else "no checkpoint", checkpoint.dataset_of(clips))
+def agree(folder: Path | None, clips: list[Clip], model_commit: str | None) -> None:
+    """Raise CheckpointError on every rank unless all found the same checkpoint, clips and model."""
+    own = (folder.name if folder else "no checkpoint", checkpoint.dataset_of(clips), model_commit)
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, own, group=host_group())
     if len(set(found)) > 1:
+        commits = sorted({str(view[2]) for view in found})
+        if len(commits) > 1:
+            raise CheckpointError(
+                f"the ranks have different commits of the model ({', '.join(commits)}): its branch moved "
+                "while they downloaded it; start again, or name one in model.revision"
+            )
         views = "; ".join(f"rank {rank}: {view[0]}, {view[1]}" for rank, view in enumerate(found))
         raise CheckpointError(
             f"the ranks do not see the same run and clips ({views}); they need one file system"
@@ -112,11 +119,11 @@ def is_done(config: Config, folder: Path | None) -> bool:
     return folder is not None and checkpoint.read_state(folder).step >= config.train.steps
 
 
-def open_folder(config: Config, mesh: Mesh) -> Trackers:
+def open_folder(config: Config, mesh: Mesh, model_commit: str | None) -> Trackers:
     """Write what the run is made of, on rank 0, and open its trackers."""
     run, described = Path(config.run_dir), to_dict(config)
     if mesh.is_main:
-        run_folder.write(run, described)
+        run_folder.write(run, described, model_commit=model_commit)
     tracker = config.tracker
     return Trackers.for_rank(
         mesh.rank,
@@ -247,42 +254,77 @@ def sampling(
     wanted = config.sampling
     if wanted.every_steps is None and not wanted.at_start:
         return []
-    prompts = wanted.prompts or [clip.caption for clip in encoded.clips[: callbacks.CLIPS_SAMPLED]]
+    data, conditioning = config.data, parts.conditioning_of(config)
     guidance = guidance_of(wanted.guidance, list(config.model.experts))
 
     def write_videos(loop: Loop) -> None:
+        made_from = shots_of(config, encoded)
+        prompts = [shot.prompt for shot in made_from]
+        images = shots.images_of(made_from)
         engines = {name: expert.engine for name, expert in loop.experts.items()}
         pipeline = build_pipeline(
             {name: engine.module for name, engine in engines.items()},
             boundary=config.model.boundary,
             shift=wanted.shift,
             vae=encoders.vae,
+            images=len(images),
+            expand_timesteps=conditioning.expand_timesteps,
+            image_encoder=encoders.image,
         )
         with next(iter(engines.values())).inference():
             made = generate(
                 pipeline,
                 encoders.text(prompts),
                 encoders.text([""]),
-                num_frames=config.data.num_frames,
-                height=config.data.height,
-                width=config.data.width,
+                num_frames=data.num_frames,
+                height=data.height,
+                width=data.width,
                 steps=wanted.steps,
                 guidance=guidance,
                 seeds=[wanted.seed] * len(prompts),
+                **images,
             )
         if not loop.mesh.is_main:
             return
         name = checkpoint.folder_name(loop.step)
         samples = [
-            Sample(prompt, wanted.seed, wanted.steps, guidance, wanted.shift, made.expert_calls, name)
-            for prompt in prompts
+            Sample(
+                shot.prompt,
+                wanted.seed,
+                wanted.steps,
+                guidance,
+                wanted.shift,
+                made.expert_calls,
+                name,
+                image=shot.image and shot.image.source,
+                last_image=shot.last_image and shot.last_image.source,
+            )
+            for shot in made_from
         ]
         target = Path(config.run_dir) / "samples" / name
         videos = list(decode_latents(encoders.vae, made.latents).cpu())
-        write_samples(target, samples, videos, [None] * len(videos), config.data.fps)
+        write_samples(target, samples, videos, [None] * len(videos), data.fps)
         trackers.media(loop.step, {"samples": target / "contact.png"})
 
     return [callbacks.Periodic(write_videos, wanted.every_steps, wanted.at_start)]
+
+
+def shots_of(config: Config, encoded: Encoded) -> list[Shot]:
+    """What the videos of a run are made from: its prompts and image files, else its first clips' own."""
+    wanted, data = config.sampling, config.data
+    if wanted.prompts:
+        return shots.of_files(
+            wanted.prompts,
+            wanted.images or [],
+            wanted.last_images or [],
+            height=data.height,
+            width=data.width,
+        )
+    return shots.of_clips(
+        encoded.clips[: callbacks.CLIPS_SAMPLED],
+        images=parts.conditioning_of(config).images,
+        read=encoded.read,
+    )
 
 
 def tell_launcher(config: Config, rank: int) -> None:

@@ -116,7 +116,12 @@ def read(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def write(folder: Path, settings: dict[str, Any], entry_point: str = "scripts/train.py") -> None:
+def write(
+    folder: Path,
+    settings: dict[str, Any],
+    entry_point: str = "scripts/train.py",
+    model_commit: str | None = None,
+) -> None:
     """Write config.yaml and environment.json, each whole or not at all; on rank 0, after the refusals."""
     folder.mkdir(parents=True, exist_ok=True)
     command = f"python {entry_point} --config-dir {shlex.quote(str(folder))} --config-name config"
@@ -124,7 +129,8 @@ def write(folder: Path, settings: dict[str, Any], entry_point: str = "scripts/tr
     composable = {"defaults": ["schema", "_self_"], **_escaped(settings)}
     body = yaml.dump(composable, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
     _replace(folder / "config.yaml", header + body)
-    _replace(folder / "environment.json", json.dumps(environment(), indent=2) + "\n")
+    found = environment() | {"model_commit": model_commit}
+    _replace(folder / "environment.json", json.dumps(found, indent=2) + "\n")
 
 
 def environment() -> dict[str, Any]:

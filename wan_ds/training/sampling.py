@@ -1,4 +1,4 @@
-"""Videos from the experts through diffusers' own pipeline: files, a sheet to look at, and numbers.
+"""Videos from the experts through diffusers' own pipelines, with the numbers that belong to them.
 
 Letters: B clips, C latent channels, F H W frames, height and width of the pixels, f h w those of the latents.
 """
@@ -6,28 +6,28 @@ Letters: B clips, C latent channels, F H W frames, height and width of the pixel
 import json
 import math
 import os
-import re
 import sys
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import av
-import numpy as np
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
-from PIL import Image, ImageDraw, ImageFont
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
+from PIL import Image
 from torch import Tensor, nn
 
 from wan_ds import streams
 from wan_ds.errors import ConfigError
+from wan_ds.models.encoders import ImageEncoder
+from wan_ds.training.videos import contact_sheet, slug, to_uint8, write_video
 
 # diffusers' names for our experts; the first of them also is the place of a model's only expert.
 PLACES = {"high_noise": "transformer", "all": "transformer", "low_noise": "transformer_2"}
+
+Pipeline = WanPipeline | WanImageToVideoPipeline
+Picture = Tensor | Image.Image  # [3, H, W] in [-1, 1], or PIL's
 
 
 class Generated(NamedTuple):
@@ -35,13 +35,6 @@ class Generated(NamedTuple):
 
     latents: Tensor  # [B, C, f, h, w] float32, normalised
     expert_calls: dict[str, int]  # forward passes; two a step with guidance
-
-
-class Nearest(NamedTuple):
-    """How far generated latents are from the training clips."""
-
-    index: Tensor  # [B], the nearest training clip
-    mse_over_variance: Tensor  # [B, clips] float32; 1 is as far as the clip's own mean
 
 
 @dataclass
@@ -55,6 +48,8 @@ class Sample:
     shift: float
     expert_calls: dict[str, int]
     checkpoint: str
+    image: str | None = None  # the file, or the training clip, that the first frame is of
+    last_image: str | None = None
     file: str = ""
     clip: str | None = None  # the training clip with this caption
     psnr: float | None = None  # dB, against that clip
@@ -63,13 +58,22 @@ class Sample:
     mse_over_variance: float | None = None  # of the latents, against the nearest
 
 
-def build_pipeline(
-    transformers: Mapping[str, nn.Module], *, boundary: float | None, shift: float, vae: AutoencoderKLWan
-) -> WanPipeline:
-    """diffusers' text-to-video pipeline over the experts' own modules; prompts come as embeddings.
+def build_pipeline(  # noqa: PLR0913
+    transformers: Mapping[str, nn.Module],
+    *,
+    boundary: float | None,
+    shift: float,
+    vae: AutoencoderKLWan,
+    images: int = 0,
+    expand_timesteps: bool = False,
+    image_encoder: ImageEncoder | None = None,
+) -> Pipeline:
+    """diffusers' pipeline over the experts' own modules; prompts come as embeddings.
 
     `boundary` is the sigma from where the high-noise expert works, None for a model of one expert; diffusers
-    compares it with timesteps cut to integers. Raises `ConfigError` unless every expert is there.
+    compares it with timesteps cut to integers. `images` is how many pictures begin and end each clip: 0, 1
+    (the first frame) or 2; `expand_timesteps` is that of Wan 2.2 TI2V, whose tokens each have a timestep.
+    Raises `ConfigError` unless every expert is there, and CLIP where the experts attend to it.
     """
     needed = ("all",) if boundary is None else ("high_noise", "low_noise")
     if sorted(transformers) != sorted(needed):
@@ -77,17 +81,30 @@ def build_pipeline(
             f"model.boundary={boundary}: sampling needs the experts {', '.join(needed)}, not"
             f" {', '.join(transformers) or 'none'}; load them, or do not sample: sampling.every_steps=null"
         )
-    scheduler = UniPCMultistepScheduler(
+    parts = {"vae": vae, "tokenizer": None, "text_encoder": None, "scheduler": build_scheduler(shift)}
+    parts |= {PLACES[name]: module for name, module in transformers.items()}
+    settings = {"boundary_ratio": boundary, "expand_timesteps": expand_timesteps}
+    if not images:
+        return WanPipeline(**parts, **settings)
+    if parts["transformer"].config.image_dim is not None:
+        if image_encoder is None:
+            raise ConfigError(
+                "model.image_encoder.weights=null: this transformer attends to CLIP's features of the image;"
+                " name its folder, such as model.image_encoder.weights=image_encoder"
+            )
+        parts |= {"image_encoder": image_encoder.encoder, "image_processor": image_encoder.processor}
+    return WanImageToVideoPipeline(**parts, **settings)
+
+
+def build_scheduler(shift: float) -> UniPCMultistepScheduler:
+    """Wan's own sampler."""
+    return UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=shift
-    )
-    experts = {PLACES[name]: module for name, module in transformers.items()}
-    return WanPipeline(
-        tokenizer=None, text_encoder=None, vae=vae, scheduler=scheduler, boundary_ratio=boundary, **experts
     )
 
 
 def generate(  # noqa: PLR0913
-    pipeline: WanPipeline,
+    pipeline: Pipeline,
     prompt_embeds: Tensor,
     negative_prompt_embeds: Tensor,
     *,
@@ -98,12 +115,16 @@ def generate(  # noqa: PLR0913
     guidance: Mapping[str, float],
     seeds: Sequence[int],
     first: int = 0,
+    images: Sequence[Picture] = (),
+    last_images: Sequence[Picture] = (),
 ) -> Generated:
     """Clips from pure noise, one per row of `prompt_embeds` `[B, 512, D]`.
 
     Clip i starts from the noise of (seeds[i], first + i), so that it is the same however prompts are grouped
-    into calls. `guidance`, away from `negative_prompt_embeds` `[1, 512, D]`, is by expert; 1 is none. Experts
-    that were in train mode come back in train mode.
+    into calls. `guidance`, away from `negative_prompt_embeds` `[1, 512, D]`, is by expert; 1 is none. A
+    pipeline with images is given each clip's first frame in `images` and, if need be, its last one in
+    `last_images`, of H x W. Experts that were in train mode come back in train mode. Autocast, where it is
+    on, holds for the experts; all else computes as it does when training.
     """
     if len(seeds) != len(prompt_embeds):
         raise ValueError(f"{len(prompt_embeds)} prompts need as many seeds, not {len(seeds)}")
@@ -117,11 +138,13 @@ def generate(  # noqa: PLR0913
     )
     noise = torch.stack([streams.normal(shape, seed, "sample", first + i) for i, seed in enumerate(seeds)])
     pipeline.set_progress_bar_config(disable=not _is_watched(), leave=False)
-    with _counted(experts) as calls:
-        latents = pipeline(
-            prompt_embeds=prompt_embeds,
-            negative_prompt_embeds=negative_prompt_embeds.expand(len(prompt_embeds), -1, -1),
-            latents=noise,
+
+    def latents(rows: slice, **pictures: Image.Image) -> Tensor:
+        embeds = prompt_embeds[rows]
+        return pipeline(
+            prompt_embeds=embeds,
+            negative_prompt_embeds=negative_prompt_embeds.expand(len(embeds), -1, -1),
+            latents=noise[rows],
             num_frames=num_frames,
             height=height,
             width=width,
@@ -129,14 +152,72 @@ def generate(  # noqa: PLR0913
             guidance_scale=scales[next(iter(experts))],
             guidance_scale_2=scales.get("low_noise"),
             output_type="latent",
+            **pictures,
         ).frames
-    return Generated(latents.float(), calls)
+
+    pictures = _pictures(pipeline, len(seeds), images, last_images, (height, width))
+    with _sampled(experts, pipeline.device.type) as calls:
+        if pictures is None:
+            made = latents(slice(None))
+        else:  # one at a time: diffusers gives every prompt of a call the same picture
+            made = torch.cat([latents(slice(i, i + 1), **own) for i, own in enumerate(pictures)])
+    return Generated(made.float(), calls)
 
 
-def _experts(pipeline: WanPipeline) -> dict[str, nn.Module]:
+def refuse_size(vae: str | Path, *, num_frames: int, height: int, width: int) -> None:
+    """`ConfigError` for a video that the VAE in this folder and the transformer's patches would cut."""
+    says = AutoencoderKLWan.load_config(vae, local_files_only=True)
+    time = says.get("scale_factor_temporal", 4)
+    side = 2 * says.get("scale_factor_spatial", 8)  # every Wan joins 2 x 2 latents into a token
+    for name, value, step, offset, rule in (
+        ("num_frames", num_frames, time, 1, f"{time}n + 1"),
+        ("height", height, side, 0, f"a multiple of {side}"),
+        ("width", width, side, 0, f"a multiple of {side}"),
+    ):
+        below = (value - offset) // step * step + offset
+        if value != below or value < 1:
+            near = " or ".join(str(size) for size in (below, below + step) if size > 0)
+            raise ConfigError(f"{name}={value}: must be {rule}; choose {near}")
+
+
+def _experts(pipeline: Pipeline) -> dict[str, nn.Module]:
     if pipeline.config.boundary_ratio is None:
         return {"all": pipeline.transformer}
     return {"high_noise": pipeline.transformer, "low_noise": pipeline.transformer_2}
+
+
+def _pictures(
+    pipeline: Pipeline,
+    clips: int,
+    images: Sequence[Picture],
+    last_images: Sequence[Picture],
+    size: tuple[int, int],
+) -> list[dict[str, Image.Image]] | None:
+    """For each clip what the image pipeline calls its pictures; None if the pipeline takes none."""
+    takes = isinstance(pipeline, WanImageToVideoPipeline)
+    if len(images) != takes * clips or len(last_images) not in (0, takes * clips):
+        raise ValueError(
+            f"{clips} clips of {type(pipeline).__name__} need {takes * clips} images and as many or no last"
+            f" ones, not {len(images)} and {len(last_images)}"
+        )
+    if not takes:
+        return None
+    rows = [{"image": to_picture(picture, size)} for picture in images]
+    for row, picture in zip(rows, last_images, strict=False):
+        row["last_image"] = to_picture(picture, size)
+    return rows
+
+
+def to_picture(picture: Picture, size: tuple[int, int]) -> Image.Image:
+    """The picture in the 8 bits that training's frames have, for VAE and CLIP alike.
+
+    `ValueError` unless its height and width are `size`.
+    """
+    if isinstance(picture, Tensor):
+        picture = Image.fromarray(to_uint8(picture[:, None])[0])
+    if (picture.height, picture.width) != tuple(size):
+        raise ValueError(f"an image of {picture.height}x{picture.width} for a video of {size[0]}x{size[1]}")
+    return picture.convert("RGB")
 
 
 def _scales(guidance: dict[str, float]) -> dict[str, float]:
@@ -152,147 +233,41 @@ def _scales(guidance: dict[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def _counted(experts: Mapping[str, nn.Module]) -> Iterator[dict[str, int]]:
-    """The experts in eval mode, and how often each was called."""
+def _sampled(experts: Mapping[str, nn.Module], device_type: str) -> Iterator[dict[str, int]]:
+    """The experts in eval mode, and how often each was called; autocast, if it is on, holds in them alone.
+
+    The sampler's own sums would be cut to bf16 by it, and so would the encoders of images.
+    """
     calls = dict.fromkeys(experts, 0)
+    dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
 
-    def count(name: str) -> None:
-        calls[name] += 1
+    def wrapped(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            with torch.autocast(device_type, dtype, enabled=enabled):
+                return forward(*args, **kwargs)
 
-    hooks = [
-        module.register_forward_hook(lambda *_, name=name: count(name)) for name, module in experts.items()
-    ]
+        return call
+
     training = {module: module.training for expert in experts.values() for module in expert.modules()}
-    for expert in experts.values():
-        expert.eval()
+    former = {expert: vars(expert).get("forward") for expert in experts.values()}
+    for name, expert in experts.items():
+        expert.eval().forward = wrapped(name, expert.forward)
     try:
-        yield calls
+        with torch.autocast(device_type, enabled=False):
+            yield calls
     finally:
-        for hook in hooks:
-            hook.remove()
+        for expert, forward in former.items():
+            if forward is None:
+                del expert.forward  # the class's again
+            else:
+                expert.forward = forward
         for module, mode in training.items():
             module.training = mode
 
 
 def _is_watched() -> bool:
     return os.environ.get("RANK", "0") == "0" and sys.stderr.isatty()
-
-
-def psnr(generated: Tensor, real: Tensor) -> float:
-    """Peak signal-to-noise ratio in dB of pixels in [-1, 1]; infinite for equal ones."""
-    mse = (generated.double() - real.to(generated.device).double()).square().mean().item()
-    return math.inf if mse == 0 else 10 * math.log10(4 / mse)
-
-
-def nearest(latents: Tensor, bank: Tensor) -> Nearest:
-    """The training clip nearest to each of `latents` `[B, C, f, h, w]` among `bank` `[clips, C, f, h, w]`.
-
-    The distance is the mean squared error over the variance of the training clip's latents.
-    """
-    columns = []
-    for clip in bank.to(latents.device, torch.float32):  # one at a time: B times clips latents do not fit
-        errors = (latents.float() - clip).square().mean(dim=(1, 2, 3, 4))
-        columns.append(errors / clip.var(correction=0))
-    distances = torch.stack(columns, dim=1)
-    return Nearest(distances.argmin(dim=1), distances)
-
-
-# Files
-
-
-def slug(caption: str) -> str:
-    """The caption as a part of a file name, at most 40 characters; letters of every script stay."""
-    return re.sub(r"[\W_]+", "-", caption.lower()).strip("-")[:40].rstrip("-") or "empty"
-
-
-def to_uint8(pixels: Tensor) -> np.ndarray:
-    """Frames `[F, H, W, 3]` in 0..255 of pixels `[3, F, H, W]` in [-1, 1]."""
-    levels = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round()
-    return levels.to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
-
-
-def write_video(path: str | Path, pixels: Tensor, fps: float) -> None:
-    """An H.264 file that every player opens, of pixels `[3, F, H, W]` in [-1, 1]; H and W are even."""
-    frames = to_uint8(pixels)
-    with av.open(f"file:{path}", "w", format="mp4") as container:
-        # Nearly lossless: what looks wrong in a sample should be the model's.
-        stream = container.add_stream(
-            "libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "12", "preset": "medium"}
-        )
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
-
-
-SHEET_FRAMES = 6  # of each clip, evenly spaced, the first and the last among them
-SHEET_SIDE = 192  # pixels, about, of a frame's longer side
-SHEET_GAP = 4
-SHEET_LABEL = 84  # width of the column that says what a row is
-SHEET_TEXT = 16  # height of a line of the caption
-SHEET_LINES = 2  # of the caption
-
-
-def contact_sheet(path: str | Path, rows: Sequence[tuple[str, Tensor | None, Tensor]]) -> None:
-    """A PNG with each caption, below it frames of its training clip, if any, then the generated ones.
-
-    A row is (caption, real or None, generated), pixels `[3, F, H, W]` in [-1, 1], all of one size.
-    """
-    _, count, height, width = rows[0][2].shape
-    cell = _cell(height, width)
-    picked = np.linspace(0, count - 1, min(SHEET_FRAMES, count)).round().astype(int)
-    strips = [
-        [("training clip", real)] * (real is not None) + [("generated", generated)]
-        for _, real, generated in rows
-    ]
-    size = (
-        SHEET_LABEL + len(picked) * (cell[0] + SHEET_GAP) + SHEET_GAP,
-        sum(SHEET_LINES * SHEET_TEXT + 2 * SHEET_GAP + len(pair) * (cell[1] + SHEET_GAP) for pair in strips),
-    )
-    sheet = Image.new("RGB", size, "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(SHEET_TEXT - 3)
-    top = SHEET_GAP
-    for (caption, _, _), pair in zip(rows, strips, strict=True):
-        draw.text((SHEET_GAP, top), _wrapped(caption, font, size[0] - 2 * SHEET_GAP), "black", font)
-        top += SHEET_LINES * SHEET_TEXT + SHEET_GAP
-        for label, pixels in pair:
-            draw.text((SHEET_GAP, top), label, "dimgray", ImageFont.load_default(11))
-            for column, frame in enumerate(to_uint8(pixels[:, torch.from_numpy(picked)])):
-                picture = Image.fromarray(frame).resize(cell, _filter(cell, width))
-                sheet.paste(picture, (SHEET_LABEL + column * (cell[0] + SHEET_GAP), top))
-            top += cell[1] + SHEET_GAP
-        top += SHEET_GAP
-    sheet.save(path)
-
-
-def _cell(height: int, width: int) -> tuple[int, int]:
-    """Width and height of a frame on the sheet; small frames grow by a whole factor."""
-    scale = SHEET_SIDE / max(height, width)
-    if scale > 1:
-        scale = int(scale)
-    return max(1, round(width * scale)), max(1, round(height * scale))
-
-
-def _filter(cell: tuple[int, int], width: int) -> Image.Resampling:
-    return Image.Resampling.NEAREST if cell[0] >= width else Image.Resampling.LANCZOS
-
-
-def _wrapped(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
-    """The text in lines that fit; what does not fit into the last one becomes an ellipsis."""
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    shown = lines[:SHEET_LINES]
-    last = shown[-1]
-    if len(lines) > SHEET_LINES or font.getlength(last) > width:
-        fitting = bisect_right(range(len(last) + 1), width, key=lambda n: font.getlength(last[:n] + "…"))
-        shown[-1] = last[: fitting - 1] + "…"
-    return "\n".join(shown)
 
 
 def write_samples(
