@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from wan_ds.config import Config, Dtype, Policy, Weights, check, read, targets, to_dict
+from wan_ds.config import Config, Dtype, Policy, Storage, Weights, check, read, targets, to_dict
 from wan_ds.config.command_line import parse
 from wan_ds.config.composition import conf_dir, configure
 from wan_ds.config.foreign_keys import (
@@ -274,7 +274,13 @@ ZERO = "parallelism.zero_optimization"
         ("checkpoint.save_every_steps", 0, ["checkpoint.save_every_steps=0"]),
         ("checkpoint.keep_last", 0, ["checkpoint.keep_last=0"]),
         ("tracker.log_every_steps", 0, ["tracker.log_every_steps=0"]),
-        ("precision.trainable_dtype", Dtype.bf16, ["precision.trainable_dtype=bf16", "not built yet"]),
+        ("precision.trainable_dtype", Dtype.bf16, ["precision.compute_dtype=fp32", "compute in bf16"]),
+        ("precision.frozen_storage", Storage.float8_e4m3fn, ["frozen_storage=float8_e4m3fn", "adapter=lora"]),
+        ("ema.decay", 1.0, ["ema.decay=1.0", "between 0 and 1"]),
+        ("adapter.alpha", 8.0, ["adapter.alpha=8.0: does nothing without an adapter"]),
+        ("adapter.targets", ["to_q"], ["adapter.targets=['to_q']", "type adapter=lora"]),
+        ("train.frozen_experts", ["low_noise"], ["low_noise trains as well", "train.experts=[high_noise]"]),
+        ("train.frozen_experts", ["al"], ["train.frozen_experts: al is no expert"]),
         ("resume", "/no/such/checkpoint", ["resume=/no/such/checkpoint", "auto, never"]),
         ("run_dir", "", ["run_dir"]),
         ("model.transformer.num_layer", 4, ["model.transformer.num_layers"]),
@@ -376,6 +382,41 @@ def test_prompts_of_a_model_that_sees_images_need_one_each(image_to_video):
     check(config, 1)
     config.sampling.last_images = ["a.png", "b.png"]
     assert "sampling.last_images: tiny-wan2.1-i2v-14b-480p takes no such images" in refusal(config)
+
+
+@pytest.fixture(scope="module")
+def adapted() -> Config:
+    return configure(parse(["recipe=quickstart", "adapter=lora"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fragments"),
+    [
+        ("precision.trainable_dtype", Dtype.bf16, ["an adapter trains in fp32", "precision=lora"]),
+        ("adapter.rank", 0, ["adapter.rank=0", "from 1"]),
+        ("adapter.alpha", 0.0, ["adapter.alpha=0.0"]),
+        ("adapter.dropout", 1.0, ["adapter.dropout=1.0"]),
+        ("adapter.targets", [], ["adapter.targets=[]", "[to_q, to_v]"]),
+        ("adapter.rank_pattern", {"to_q": 0}, ["adapter.rank_pattern.to_q=0"]),
+        ("adapter.alpha_pattern", {"to_q": -1.0}, ["adapter.alpha_pattern.to_q=-1.0"]),
+        ("adapter.init_from", {"all": "x"}, ["adapter.init_from.all", "high_noise, low_noise"]),
+        ("precision.frozen_storage", Storage.float8_e4m3fn, ["recompute=full"]),
+    ],
+)
+def test_an_adapter_that_cannot_work_is_refused(adapted, key, value, fragments):
+    config = copy.deepcopy(adapted)
+    if key == "precision.trainable_dtype":
+        config.precision.compute_dtype = Dtype.bf16
+    message = refusal(config, **{key: value})
+    assert all(fragment in message for fragment in fragments), message
+
+
+def test_an_adapter_chooses_its_precision_and_the_base_may_be_stored_in_8_bits():
+    config = configure(parse(["adapter=lora", *TYPED, "precision.frozen_storage=float8_e4m3fn"]))
+    assert (config.precision.trainable_dtype, config.precision.compute_dtype) == (Dtype.fp32, None)
+    check(config, 2)
+    typed = ["adapter=lora", "precision=bf16_params", *TYPED]
+    assert "an adapter trains in fp32" in refusal(configure(parse(typed)))
 
 
 def test_a_policy_that_chooses_needs_two_experts(config):

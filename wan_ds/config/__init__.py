@@ -2,10 +2,12 @@
 
 from wan_ds.config.checks import check
 from wan_ds.config.schema import (
+    Adapter,
     Checkpoint,
     Config,
     Data,
     Dtype,
+    Ema,
     Evaluation,
     ImageEncoder,
     Model,
@@ -16,6 +18,7 @@ from wan_ds.config.schema import (
     Resize,
     Routing,
     Sampling,
+    Storage,
     Tracker,
     TrackerMode,
     Train,
@@ -26,10 +29,12 @@ from wan_ds.config.schema import (
 )
 
 __all__ = [
+    "Adapter",
     "Checkpoint",
     "Config",
     "Data",
     "Dtype",
+    "Ema",
     "Evaluation",
     "ImageEncoder",
     "Model",
@@ -40,6 +45,7 @@ __all__ = [
     "Resize",
     "Routing",
     "Sampling",
+    "Storage",
     "Tracker",
     "TrackerMode",
     "Train",

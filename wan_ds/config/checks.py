@@ -17,8 +17,9 @@ from wan_ds.config.foreign_keys import (
 )
 from wan_ds.config.model_checks import check_model
 from wan_ds.config.nearest import suggest
+from wan_ds.config.precision_checks import check_precision
 from wan_ds.config.rules import counted, divisors, is_count, one_of, require, shown
-from wan_ds.config.schema import Config, Dtype
+from wan_ds.config.schema import Config
 from wan_ds.errors import ConfigError
 
 TEMPORAL_STRIDE = 4  # both Wan VAEs: 4n + 1 frames become n + 1 latent frames
@@ -35,6 +36,7 @@ def check(config: Config, world_size: int) -> None:
     _check_ranks(config, world_size)
     _check_zero(config.parallelism.zero_optimization, world_size)
     _check_open_groups(config)
+    check_precision(config)
 
 
 def _check_ranges(config: Config) -> None:
@@ -70,13 +72,6 @@ def _check_ranges(config: Config) -> None:
     require(0 <= norm < math.inf, "train.max_grad_norm", norm, "at least 0; 0 turns clipping off")
     require(skipped >= 0, "train.max_skipped_in_a_row", skipped, "at least 0")
     require(config.data.workers >= 0, "data.workers", config.data.workers, "at least 0")
-    dtype = config.precision.trainable_dtype
-    require(
-        dtype is Dtype.fp32,
-        "precision.trainable_dtype",
-        dtype.name,
-        "fp32; bf16 parameters are not built yet",
-    )
 
 
 def _check_data(config: Config) -> None:

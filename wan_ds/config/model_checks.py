@@ -43,6 +43,7 @@ def check_model(config: Config) -> None:
         _check_experts_of("train.experts", trained, names)
         rule = f"each expert that trains, once, of {listed(names)}; null for all"
         require(0 < len(trained) == len(set(trained)), "train.experts", listed(trained), rule)
+    _check_frozen(config, names)
     _check_alone(config, names)
     _check_policy(config, names)
     for component in ("vae", "text_encoder", "tokenizer"):
@@ -141,14 +142,28 @@ def _check_sampled_images(config: Config, kind: Any) -> None:
                 )
 
 
+def _check_frozen(config: Config, names: list[str]) -> None:
+    """An expert trains, or is loaded beside the one that does, or is not built."""
+    frozen = config.train.frozen_experts
+    _check_experts_of("train.frozen_experts", frozen, names)
+    both = sorted(set(frozen) & set(config.train.experts or names))
+    if both:
+        raise ConfigError(
+            f"train.frozen_experts={listed(frozen)}: {both[0]} trains as well; "
+            f"type train.experts=[{', '.join(name for name in names if name not in frozen)}]"
+        )
+    if len(set(frozen)) < len(frozen):
+        raise ConfigError(f"train.frozen_experts={listed(frozen)}: names one twice")
+
+
 def _check_alone(config: Config, names: list[str]) -> None:
     """What a run that does not train every expert cannot do while it trains."""
-    absent = sorted(set(names) - set(config.train.experts or names))
+    absent = sorted(set(names) - set(config.train.experts or names) - set(config.train.frozen_experts))
     sampling = config.sampling
     if absent and (sampling.every_steps is not None or sampling.at_start):
         raise ConfigError(
             f"sampling.every_steps={shown(sampling.every_steps)}: a video needs every expert, and "
-            f"{listed(absent)} is not in train.experts; "
+            f"{listed(absent)} is in neither train.experts nor train.frozen_experts; "
             "type sampling.every_steps=null sampling.at_start=false"
         )
 

@@ -48,6 +48,12 @@ class Dtype(Enum):
     bf16 = "bf16"
 
 
+class Storage(Enum):
+    """How frozen weights are kept where that is not a dtype to compute in."""
+
+    float8_e4m3fn = "float8_e4m3fn"
+
+
 @dataclass
 class Weights:
     """A component's weights: a subfolder of `model.path`, or a folder; null = random from the seed."""
@@ -103,6 +109,7 @@ class Train:
     global_batch_size: int = MISSING  # clips per optimizer step, over all ranks
     micro_batch_size: int = 1  # clips per forward and backward on one rank
     experts: list[str] | None = None  # the experts that train; null: all that the model declares
+    frozen_experts: list[str] = field(default_factory=list)  # loaded and sharded beside them, not trained
     routing: Routing = field(default_factory=Routing)
     max_grad_norm: float = 1.0  # 0 turns clipping off
     caption_dropout: float = 0.1  # share of clips that train with the empty caption
@@ -121,7 +128,26 @@ class Parallelism:
 @dataclass
 class Precision:
     trainable_dtype: Dtype = Dtype.fp32
-    compute_dtype: Dtype = Dtype.fp32
+    frozen_dtype: Dtype | None = None  # null: every frozen tensor as it was loaded
+    compute_dtype: Dtype | None = Dtype.fp32  # null: each product in the dtype of its weights
+    frozen_storage: Storage | None = None  # of the frozen linear weights in the blocks; null: as frozen_dtype
+
+
+@dataclass
+class Adapter:
+    rank: int | None = None  # null: no adapter, all weights train
+    alpha: float | None = None  # its effect is alpha / rank times its product; null: rank
+    rslora: bool = False  # alpha / sqrt(rank) instead
+    dropout: float = 0.0
+    targets: list[str] = field(default_factory=list)  # ends of module names, such as attn1.to_q
+    rank_pattern: dict[str, int] = field(default_factory=dict)  # other ranks, by ends of module names
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    init_from: dict[str, str] = field(default_factory=dict)  # an adapter's file by expert, to go on from
+
+
+@dataclass
+class Ema:
+    decay: float | None = None  # of the averaged weights, on each of an expert's own steps; null: none
 
 
 @dataclass
@@ -185,6 +211,8 @@ class Config:
     lr_schedule: dict[str, Any] = MISSING
     parallelism: Parallelism = MISSING
     precision: Precision = MISSING
+    adapter: Adapter = MISSING
+    ema: Ema = MISSING
     train: Train = MISSING
     sampling: Sampling = MISSING
     evaluation: Evaluation = MISSING
@@ -256,6 +284,7 @@ def _expand_home(config: Config) -> None:
     for name in ("images", "last_images"):
         if paths := getattr(sampling, name):
             setattr(sampling, name, [_home(path) for path in paths])
+    config.adapter.init_from = {name: _home(path) for name, path in config.adapter.init_from.items()}
     for holder in (model, config.data, config.evaluation):
         holder.path = _home(holder.path)
     config.run_dir, config.resume = _home(config.run_dir), _home(config.resume)

@@ -1,0 +1,57 @@
+"""What precision, adapter and averaged weights must fulfil together."""
+
+from wan_ds.config.rules import require
+from wan_ds.config.schema import Config, Dtype
+from wan_ds.errors import ConfigError
+
+
+def check_precision(config: Config) -> None:
+    """Refuse dtypes that no mode of the engine has, settings that do nothing, and bad ranges."""
+    precision, decay = config.precision, config.ema.decay
+    if precision.trainable_dtype is Dtype.bf16 and precision.compute_dtype is not Dtype.bf16:
+        compute = "null" if precision.compute_dtype is None else precision.compute_dtype.name
+        raise ConfigError(
+            f"precision.compute_dtype={compute}: bf16 parameters compute in bf16; "
+            "type precision.compute_dtype=bf16, or precision=fp32"
+        )
+    require(decay is None or 0 < decay < 1, "ema.decay", decay, "between 0 and 1, or null for none")
+    _check_adapter(config)
+    if precision.frozen_storage is None:
+        return
+    key = f"precision.frozen_storage={precision.frozen_storage.name}"
+    if config.adapter.rank is None:
+        raise ConfigError(f"{key}: only a frozen base can be stored in 8 bits; type adapter=lora")
+    if config.parallelism.recompute.name == "none":
+        raise ConfigError(
+            f"{key}: without recomputation the decoded weights would live until backward; "
+            "type parallelism.recompute=full"
+        )
+
+
+def _check_adapter(config: Config) -> None:
+    adapter = config.adapter
+    if adapter.rank is None:
+        for name in ("alpha", "rslora", "dropout", "targets", "rank_pattern", "alpha_pattern", "init_from"):
+            if value := getattr(adapter, name):
+                raise ConfigError(
+                    f"adapter.{name}={value}: does nothing without an adapter; type adapter=lora"
+                )
+        return
+    if config.precision.trainable_dtype is not Dtype.fp32:
+        raise ConfigError(
+            "precision.trainable_dtype=bf16: an adapter trains in fp32, its updates are too small for bf16; "
+            "type precision=lora"
+        )
+    require(adapter.rank > 0, "adapter.rank", adapter.rank, "a whole number from 1")
+    require(adapter.alpha is None or adapter.alpha > 0, "adapter.alpha", adapter.alpha, "greater than 0")
+    require(0 <= adapter.dropout < 1, "adapter.dropout", adapter.dropout, "at least 0 and less than 1")
+    require(bool(adapter.targets), "adapter.targets", "[]", "ends of module names, such as [to_q, to_v]")
+    for name in ("rank_pattern", "alpha_pattern"):
+        for target, value in getattr(adapter, name).items():
+            require(value > 0, f"adapter.{name}.{target}", value, "greater than 0")
+    trained = config.train.experts or list(config.model.experts)
+    for name in adapter.init_from:
+        if name not in trained:
+            raise ConfigError(
+                f"adapter.init_from.{name}: no expert that trains; there are {', '.join(trained)}"
+            )
