@@ -62,6 +62,7 @@ def write_run(variant: str, run: str) -> dict[str, dict[str, torch.Tensor]]:
     from wan_ds.models.weights import build_transformer
     from wan_ds.parallel.mesh import Mesh
     from wan_ds.training.engine import Engine
+    from wan_ds.training.precision import Precision
 
     config, mesh = config_of(variant, run), Mesh()
     architecture = config.model.transformer
@@ -75,7 +76,7 @@ def write_run(variant: str, run: str) -> dict[str, dict[str, torch.Tensor]]:
             zero_optimization=dict(ZERO[3]),
             micro_batch_size=1,
             max_grad_norm=1.0,
-            compute_dtype="fp32",
+            precision=Precision(),
         )
         clip = streams.normal((architecture["in_channels"], 2, 4, 4), mesh.rank, "clip")
         has_image = architecture.get("image_dim") is not None

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from omegaconf import MISSING
 
+from wan_ds.config import Dtype
 from wan_ds.config.command_line import simple_command
 from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.training import checkpoint as checkpoints
 from wan_ds.training import evaluation, parts
 from wan_ds.training.meters import Meters
-from wan_ds.training.runs import load_experts, opened
+from wan_ds.training.runs import Kind, kind_of, load_experts, opened
 
 
 @dataclass
@@ -29,6 +30,9 @@ class EvaluateOptions:
     )
     clips: int | None = field(default=None, metadata={"help": "default: the run's, as the next"})
     sigmas_per_clip: int | None = None
+    weights: Kind | None = field(
+        default=None, metadata={"help": "live, or ema: the averages, the default where the run keeps any"}
+    )
     batch_size: int = field(default=1, metadata={"help": "clips in one forward; changes no number"})
 
 
@@ -40,11 +44,12 @@ def main(options: EvaluateOptions) -> int:
             raise ConfigError(f"{name}={value}: must be at least 1")
     run = Path(options.run)
     config, folder = opened(run, options.checkpoint)
+    kind = kind_of(config, options.weights)
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = options.path or config.evaluation.path
     clips = parts.checked_clips(config, path)
     encoded = parts.encoded_of(config, clips, parts.load_encoders(config, where), keep=True)
-    experts = load_experts(config, folder, where)
+    experts = load_experts(config, folder, where, kind)
     routing, conditioning = parts.routing_of(config), parts.conditioning_of(config)
     sigmas = evaluation.levels(
         routing.timesteps, options.sigmas_per_clip or config.evaluation.sigmas_per_clip
@@ -56,10 +61,7 @@ def main(options: EvaluateOptions) -> int:
         raise CheckpointError(
             f"{folder} lacks {', '.join(sorted(absent))}, which owns some of the noise levels"
         )
-    autocast = torch.autocast(
-        where.type, torch.bfloat16, enabled=config.precision.compute_dtype.name == "bf16"
-    )
-    with autocast:
+    with torch.autocast(where.type, torch.bfloat16, enabled=config.precision.compute_dtype is Dtype.bf16):
         losses = {
             name: evaluation.probe_losses(
                 routed,
@@ -76,9 +78,14 @@ def main(options: EvaluateOptions) -> int:
     meters = Meters()
     meters.add(step, evaluation.summary(losses, probes, sigmas))
     (record,) = meters.flush()
-    target = run / "evaluation" / f"{folder.name}.json"
+    marked = "" if kind is kind_of(config, None) else f"-{kind.name}"
+    target = run / "evaluation" / f"{folder.name}{marked}.json"
     target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(record | {"clips": count, "path": path or config.data.path}, indent=2))
+    target.write_text(
+        json.dumps(
+            record | {"weights": kind.name, "clips": count, "path": path or config.data.path}, indent=2
+        )
+    )
     sys.stdout.write(table(record, {name: len(routed) for name, routed in probes.items()}) + f"\n{target}\n")
     return 0
 

@@ -1,6 +1,7 @@
 """A run's model for other programs, by one process without a GPU, whatever wrote the run.
 
-python scripts/export.py run=runs/mine format=diffusers [checkpoint=step_00000100] [target=...] [dtype=bf16]
+python scripts/export.py run=runs/mine format=diffusers [checkpoint=step_00000100] [weights=live] [target=...]
+    [dtype=bf16] [merge=true]
 
 diffusers: a folder that WanPipeline or WanImageToVideoPipeline opens, every part of the model in it.
 original: a folder as Wan's authors release theirs, high_noise_model/ and low_noise_model/ if there are two
@@ -9,6 +10,10 @@ comfyui: one file for each expert; ComfyUI has the other parts of its own.
 
 An expert that did not train is its base weights. What is written is the float32 weights that trained, or bf16
 beside what diffusers keeps in float32. Tensors pass one at a time: memory does not grow with the model.
+
+A run of adapters is a file for each expert that trained, in the dialect of diffusers, comfyui, kohya,
+diffsynth or videox_fun, with a README.md that says how to load it; merge=true folds them into the base and
+writes one of the three layouts above, with a README.md that says of what.
 """
 
 import json
@@ -29,17 +34,29 @@ from torch import Tensor
 from wan_ds.config import Config, Dtype
 from wan_ds.config.command_line import simple_command
 from wan_ds.errors import CheckpointError, ConfigError
-from wan_ds.interop import configs, layouts, names
+from wan_ds.interop import configs, layouts, lora, names
 from wan_ds.interop.conversion import REST_FOLDER, configuration, outputs
+from wan_ds.interop.lora import Lora
 from wan_ds.interop.shards import SHARD_BYTES, refuse_full_disk, write_shards
 from wan_ds.interop.tensor_files import Stored
 from wan_ds.models.encoders import load_image_encoder
 from wan_ds.models.weights import Source, on_meta
+from wan_ds.training import checkpoint as checkpoints
 from wan_ds.training import parts
 from wan_ds.training.exported import INDEX, Note
-from wan_ds.training.runs import component_folders, expert_source, opened
+from wan_ds.training.runs import (
+    Kind,
+    component_folders,
+    expert_lora,
+    expert_source,
+    is_lora,
+    kind_of,
+    opened,
+    run_config,
+)
 from wan_ds.training.sampling import PLACES
 
+README = "README.md"
 STEM = "diffusion_pytorch_model"
 COMFYUI_PREFIX = "model.diffusion_model."
 KEPT_IN_FP32 = frozenset(WanTransformer3DModel._keep_in_fp32_modules)
@@ -49,6 +66,12 @@ class Format(Enum):
     diffusers = "diffusers"
     original = "original"
     comfyui = "comfyui"
+    kohya = "kohya"
+    diffsynth = "diffsynth"
+    videox_fun = "videox_fun"
+
+
+WHOLE = (Format.diffusers, Format.original, Format.comfyui)  # of full weights; the others are of adapters
 
 
 @dataclass
@@ -56,31 +79,42 @@ class ExportOptions:
     run: str = field(default=MISSING, metadata={"help": "the run's folder", "path": True})
     format: Format = MISSING
     checkpoint: str = field(default="latest", metadata={"help": "latest, or a folder's name: step_00000100"})
-    target: str | None = field(
-        default=None, metadata={"help": "a new folder; default: <run>/export/<format>", "path": True}
+    weights: Kind | None = field(
+        default=None, metadata={"help": "live, or ema: the averages, the default where the run keeps any"}
     )
-    dtype: Dtype = Dtype.fp32
+    target: str | None = field(
+        default=None,
+        metadata={"help": "a new folder; default: <run>/export/<format>, <format>-merged", "path": True},
+    )
+    dtype: Dtype | None = field(default=None, metadata={"help": "of full weights; default: fp32"})
+    merge: bool = field(default=False, metadata={"help": "fold a run's adapters into full weights"})
 
 
 def main(options: ExportOptions) -> int:
     """Write the folder beside its place, give it its name once it is whole, and tell where it is."""
     run = Path(options.run)
-    target = Path(options.target) if options.target else run / "export" / options.format.name
+    name = f"{options.format.name}-merged" if options.merge else options.format.name
+    target = Path(options.target) if options.target else run / "export" / name
     if target.exists():
         raise ConfigError(f"target={target}: is there already; remove it, or type another target=...")
+    _refuse_format(options, is_lora(run_config(run)))
     config, checkpoint = opened(run, options.checkpoint)
-    dtype = torch.bfloat16 if options.dtype is Dtype.bf16 else torch.float32
-    experts = {name: Cast(expert_source(config, checkpoint, name), dtype) for name in config.model.experts}
-    write = {
-        Format.diffusers: write_diffusers,
-        Format.original: write_original,
-        Format.comfyui: write_comfyui,
-    }
+    kind = kind_of(config, options.weights)
+    adapters = {}
+    if is_lora(config):
+        trained = checkpoints.read_state(checkpoint).experts
+        adapters = {expert: expert_lora(checkpoint, expert, kind) for expert in trained}
     unfinished = target.with_name(f"{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
     try:
         unfinished.mkdir(parents=True)
-        write[options.format](unfinished, config, experts)
+        if adapters and not options.merge:
+            write_adapters(unfinished, config, adapters, options.format, run.resolve().name)
+            written = f"adapters of {', '.join(adapters)}"
+        else:
+            written = _write_whole(unfinished, config, checkpoint, options, kind)
+        if adapters and options.merge:
+            _write_merged_readme(unfinished, config, adapters, options.format)
         os.replace(unfinished, target)
     except OSError as error:
         free = shutil.disk_usage(next(p for p in target.absolute().parents if p.exists())).free
@@ -89,11 +123,41 @@ def main(options: ExportOptions) -> int:
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    sys.stdout.write(
-        f"{config.model.name} of {checkpoint.name}: {_bytes(experts.values()) / 1e9:.2f} GB of"
-        f" {', '.join(experts)}\n{target}\n"
-    )
+    sys.stdout.write(f"{config.model.name} of {checkpoint.name}: {written}\n{target}\n")
     return 0
+
+
+def _refuse_format(options: ExportOptions, has_adapters: bool) -> None:
+    """ConfigError for a format that does not hold what the run trained."""
+    key, whole = f"format={options.format.name}", ", ".join(one.name for one in WHOLE)
+    if not has_adapters and (options.merge or options.format not in WHOLE):
+        said = "merge=true" if options.merge else key
+        raise ConfigError(f"{said}: this run trained all weights, no adapter; type format={whole} alone")
+    if options.merge and options.format not in WHOLE:
+        raise ConfigError(f"{key}: is for adapters; with merge=true type one of {whole}")
+    if has_adapters and not options.merge:
+        if options.format.name not in lora.DIALECTS:
+            raise ConfigError(
+                f"{key}: is for full weights, and this run trained adapters; type merge=true to fold them "
+                f"into the base, or one of {', '.join(lora.DIALECTS)}"
+            )
+        if options.dtype is not None:
+            raise ConfigError(f"dtype={options.dtype.name}: adapters are written in fp32; leave it out")
+
+
+def _write_whole(target: Path, config: Config, checkpoint: Path, options: ExportOptions, kind: Kind) -> str:
+    """The full weights of every expert; what was written, for a person."""
+    write = {
+        Format.diffusers: write_diffusers,
+        Format.original: write_original,
+        Format.comfyui: write_comfyui,
+    }
+    dtype = torch.bfloat16 if options.dtype is Dtype.bf16 else torch.float32
+    experts = {
+        name: Cast(expert_source(config, checkpoint, name, kind), dtype) for name in config.model.experts
+    }
+    write[options.format](target, config, experts)
+    return f"{_bytes(experts.values()) / 1e9:.2f} GB of {', '.join(experts)}"
 
 
 class Cast:
@@ -184,6 +248,37 @@ def write_comfyui(target: Path, config: Config, experts: Mapping[str, Cast]) -> 
         tensors, read = renamed(source, prefixed)
         stem = config.model.name if name == "all" else f"{config.model.name}_{name}"
         write_shards(target, stem, tensors, read, single=True)
+
+
+def write_adapters(
+    target: Path, config: Config, adapters: Mapping[str, Lora], dialect: Format, name: str
+) -> None:
+    """A file for each expert that trained, and how to load them."""
+    shapes = parts.linear_shapes(config)
+    files = {
+        expert: lora.write(adapter, target, dialect.name, name, shapes).name
+        for expert, adapter in adapters.items()
+    }
+    (target / README).write_text(lora.readme(adapters, {dialect.name: files}), encoding="utf-8")
+
+
+def _write_merged_readme(
+    target: Path, config: Config, adapters: Mapping[str, Lora], layout: Format
+) -> None:
+    lines = [f"# {config.model.name} with adapters folded in", ""]
+    for expert, adapter in adapters.items():
+        said = adapter.metadata
+        lines.append(
+            f"- {expert}: rank {said['rank']}, alpha {said['alpha']}, {said['step']} steps, on "
+            f"{said.get('base', 'random weights')}"
+        )
+    opening = {
+        Format.diffusers: "`DiffusionPipeline.from_pretrained(<this folder>)` of diffusers opens it.",
+        Format.original: "The layout is that of Wan's authors, whose own code opens it.",
+        Format.comfyui: "The files belong into ComfyUI's `models/diffusion_models`.",
+    }
+    lines += ["", opening[layout]]
+    (target / README).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def diffusers_architecture(config: Config) -> dict[str, Any]:

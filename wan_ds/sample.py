@@ -26,8 +26,10 @@ from wan_ds.models.transformer import WanTransformer
 from wan_ds.training import exported, parts, shots
 from wan_ds.training.comparison import Comparison, compare, samples_table, table
 from wan_ds.training.runs import (
+    Kind,
     component_places,
     experts_told,
+    kind_of,
     load_experts,
     opened,
 )
@@ -62,6 +64,9 @@ class SampleOptions:
     image: str | None = field(default=None, metadata={"help": "the first frame, a file", "path": True})
     last_image: str | None = field(default=None, metadata={"help": "the last frame, a file", "path": True})
     checkpoint: str = field(default="latest", metadata={"help": "latest, or a folder's name: step_00000100"})
+    weights: Kind | None = field(
+        default=None, metadata={"help": "live, or ema: the averages, the default where the run keeps any"}
+    )
     seed: int | None = None
     steps: int | None = None
     guidance: float | None = field(default=None, metadata={"help": "of every expert; 1 is none"})
@@ -95,6 +100,7 @@ class Subject:
 
     name: str  # of the model
     weights: Path  # the checkpoint's folder, or the export's
+    kind: str  # which weights these are, where that was typed and is not what is taken anyway
     samples: Path  # where their folder is made
     defaults: Mapping[str, object]  # of `SETTINGS`, those that somebody said
     experts: Sequence[str]
@@ -117,7 +123,11 @@ def main(options: SampleOptions) -> int:
     config, checkpoint = (
         (None, None) if options.run is None else opened(Path(options.run), options.checkpoint)
     )
-    subject = of_export(options) if config is None else of_run(Path(options.run), config, checkpoint)
+    subject = (
+        of_export(options)
+        if config is None
+        else of_run(Path(options.run), config, checkpoint, options.weights)
+    )
     settings = resolve(options, subject)
     size = {"num_frames": settings.num_frames, "height": settings.height, "width": settings.width}
     refuse_size(subject.components["vae"], **size)
@@ -164,13 +174,15 @@ def main(options: SampleOptions) -> int:
 # What is sampled
 
 
-def of_run(run_dir: Path, config: Config, checkpoint: Path) -> Subject:
-    """A run at one of its checkpoints."""
+def of_run(run_dir: Path, config: Config, checkpoint: Path, typed: Kind | None) -> Subject:
+    """A run at one of its checkpoints, with the weights of this kind."""
+    kind = kind_of(config, typed)
     model, sampling, data = config.model, config.sampling, config.data
     conditioning = parts.conditioning_of(config)
     return Subject(
         name=model.name,
         weights=checkpoint,
+        kind="" if kind is kind_of(config, None) else kind.name,
         samples=run_dir / "samples",
         defaults={name: getattr(sampling, name) for name in ("seed", "steps", "guidance", "shift")}
         | {name: getattr(data, name) for name in ("num_frames", "height", "width", "fps")},
@@ -182,7 +194,7 @@ def of_run(run_dir: Path, config: Config, checkpoint: Path) -> Subject:
         is_bf16=config.precision.compute_dtype is Dtype.bf16,
         components=component_places(config, checkpoint),
         load_encoders=partial(parts.load_encoders, config),
-        load_experts=partial(load_experts, config, checkpoint),
+        load_experts=partial(load_experts, config, checkpoint, kind=kind),
     )
 
 
@@ -190,12 +202,15 @@ def of_export(options: SampleOptions) -> Subject:
     """A folder in diffusers' layout, with our note of how to sample it or without."""
     if options.checkpoint != "latest":
         raise ConfigError(f"checkpoint={options.checkpoint}: an export holds one; leave it out")
+    if options.weights is not None:
+        raise ConfigError(f"weights={options.weights.name}: an export holds one kind; leave it out")
     folder = Path(options.export)
     model = exported.describe(folder)
     said = {name: getattr(model.note, name, None) for name in SETTINGS} | {"shift": model.shift, "seed": 0}
     return Subject(
         name=model.note.name or folder.resolve().name,
         weights=folder.resolve(),
+        kind="",
         samples=folder.resolve().parent / "samples",
         defaults={name: value for name, value in said.items() if value is not None},
         experts=list(model.experts),
@@ -342,7 +357,7 @@ def _samples(
 
 def folder_name(subject: Subject, options: SampleOptions) -> str:
     """The checkpoint's name and what was typed that differs from the run, so that no samples are lost."""
-    name = subject.weights.name
+    name = f"{subject.weights.name}-{subject.kind}" if subject.kind else subject.weights.name
     for key in SETTINGS:
         typed = getattr(options, key)
         if typed is not None and typed != subject.defaults.get(key):

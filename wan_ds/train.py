@@ -37,7 +37,7 @@ def main(config: Config) -> int:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         refuse_misfit(folder, world_size=world_size, experts=schedules, clips=clips)
     local, commit = parts.with_local_weights(config)
-    parts.locate_weights(local)
+    parts.locate_weights(local, is_new=folder is None)
     if config.train.deterministic:
         run.make_deterministic()
 
@@ -50,7 +50,7 @@ def main(config: Config) -> int:
         logs.to_file(mesh.rank, Path(config.run_dir) / "log.txt")
         code = 1
         try:
-            loop = run.build_loop(local, mesh, clips, routing, schedules, trackers, folder)
+            loop = run.build_loop(local, mesh, clips, routing, schedules, trackers, folder, config.model.path)
             loop.run()
             code = 128 + loop.stopped_by if loop.stopped_by and not loop.is_finished else 0
         finally:

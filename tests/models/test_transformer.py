@@ -632,6 +632,7 @@ def _zero3_gradients(model: WanTransformer, batches: list[Batch]) -> tuple[dict,
     from tests.training.tiny import ZERO
     from wan_ds.parallel.mesh import Mesh
     from wan_ds.training.engine import Engine
+    from wan_ds.training.precision import Precision
 
     engine = Engine(
         model,
@@ -640,7 +641,7 @@ def _zero3_gradients(model: WanTransformer, batches: list[Batch]) -> tuple[dict,
         zero_optimization=dict(ZERO[3]),
         micro_batch_size=1,
         max_grad_norm=0.0,
-        compute_dtype="fp32",
+        precision=Precision(),
     )
     calls = []
     for name, module in model.named_modules():

@@ -86,7 +86,7 @@ def test_trainable_tensors_are_cast_and_frozen_ones_stay_as_they_are_stored():
         model = build_transformer(
             ARCHITECTURES["t2v"],
             source,
-            trainable_dtype=trainable_dtype,
+            dtype_of=lambda name, stored, trains, cast=trainable_dtype: cast if trains else stored,
             is_trainable=lambda name: "attn1" in name,
         )
         for name, parameter in model.named_parameters():

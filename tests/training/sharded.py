@@ -35,6 +35,7 @@ def save(folder: str, experts: dict[str, Shapes]) -> dict[str, dict[str, torch.T
 
     from wan_ds.parallel.mesh import Mesh
     from wan_ds.training.engine import Engine
+    from wan_ds.training.precision import Precision
 
     mesh, weights = Mesh(), {}
     for seed, (expert, shapes) in enumerate(experts.items()):
@@ -46,7 +47,7 @@ def save(folder: str, experts: dict[str, Shapes]) -> dict[str, dict[str, torch.T
             zero_optimization={"stage": 3},
             micro_batch_size=1,
             max_grad_norm=1.0,
-            compute_dtype="fp32",
+            precision=Precision(),
         )
         engine.backward(engine.train() / mesh.world_size)
         assert engine.step(1e-2)

@@ -119,8 +119,8 @@ def test_two_ranks_of_zero_equal_one_process_of_plain_adamw(world2, stage, lr):
             assert torch.equal(weights[name][key], other[1][name][key])
 
 
-def _other_ways(stage, compute_dtype):
-    loop = tiny.loop(stage=stage, compute_dtype=compute_dtype)
+def _other_ways(stage, precision):
+    loop = tiny.loop(stage=stage, precision=tiny.PRECISIONS[precision])
     for _ in range(3):
         loop.train_step()
     dtypes = {p.dtype for e in loop.experts.values() for _, p in e.engine.parameters()}
@@ -129,13 +129,13 @@ def _other_ways(stage, compute_dtype):
 
 
 @pytest.mark.parametrize(
-    ("stage", "compute_dtype"), [("offload", "fp32"), ("hpz", "fp32"), (3, "bf16"), (2, "bf16")]
+    ("stage", "precision"), [("offload", "fp32"), ("hpz", "fp32"), (3, "bf16_autocast"), (2, "bf16_autocast")]
 )
-def test_offload_and_hpz_give_the_same_numbers_and_bf16_nearly_so(world2, stage, compute_dtype):
+def test_offload_and_hpz_give_the_same_numbers_and_bf16_nearly_so(world2, stage, precision):
     """bf16 has 8 bits: products are off by up to 2**-8, and the loss, a mean of many, by less than 2%."""
-    (records, dtypes), _ = world2.run(_other_ways, stage, compute_dtype)
+    (records, dtypes), _ = world2.run(_other_ways, stage, precision)
     losses, norms, _ = plain(1e-3, 3)
-    exact = compute_dtype == "fp32"
+    exact = precision == "fp32"
     assert [r["train/loss"] for r in records] == pytest.approx(losses, rel=1e-5 if exact else 2e-2)
     if not exact:
         assert [r["train/loss"] for r in records] != pytest.approx(losses, rel=1e-6)  # bf16 really computed

@@ -22,6 +22,7 @@ from wan_ds.training.guard import FirstSteps
 from wan_ds.training.loop import Expert, Loop
 from wan_ds.training.lr_schedule import Constant
 from wan_ds.training.optimizer import build_optimizer
+from wan_ds.training.precision import named
 from wan_ds.training.step import FlowMatching
 
 ARCHITECTURE = {
@@ -54,6 +55,13 @@ ZERO = {
 
 
 ZERO["offload"] = ZERO[3] | {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+PRECISIONS = {
+    "fp32": named("fp32", None, "fp32"),
+    "bf16_autocast": named("fp32", None, "bf16"),
+    "bf16_params": named("bf16", None, "bf16"),
+    "lora": named("fp32", None, None),
+}
+
 ZERO["hpz"] = ZERO[3] | {"zero_hpz_partition_size": 2}
 
 
@@ -129,7 +137,7 @@ def expert(  # noqa: PLR0913
     guarded=False,
     network=None,
     architecture=ARCHITECTURE,
-    compute_dtype="fp32",
+    precision=PRECISIONS["fp32"],
 ) -> Expert:
     network = model(name, architecture) if network is None else network
     engine = Engine(
@@ -139,7 +147,7 @@ def expert(  # noqa: PLR0913
         zero_optimization=dict(ZERO[stage]),
         micro_batch_size=1,
         max_grad_norm=max_grad_norm,
-        compute_dtype=compute_dtype,
+        precision=precision,
     )
     guard = FirstSteps(name, engine) if guarded else None
     return Expert(name, interval, engine, Constant(steps=1000), lr, guard)

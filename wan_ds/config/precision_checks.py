@@ -1,4 +1,4 @@
-"""What precision, adapter and averaged weights must fulfil together."""
+"""What precision, optimizer, adapter and averaged weights must fulfil together."""
 
 from wan_ds.config.rules import require
 from wan_ds.config.schema import Config, Dtype
@@ -14,6 +14,12 @@ def check_precision(config: Config) -> None:
             f"precision.compute_dtype={compute}: bf16 parameters compute in bf16; "
             "type precision.compute_dtype=bf16, or precision=fp32"
         )
+    if precision.trainable_dtype is Dtype.bf16 and config.parallelism.zero_optimization.get("stage") == 0:
+        raise ConfigError(
+            "precision.trainable_dtype=bf16: without ZeRO (stage 0) bf16 parameters have no fp32 masters; "
+            "type parallelism=zero2 or zero3, or precision=bf16_autocast"
+        )
+    _check_optimizer(config)
     require(decay is None or 0 < decay < 1, "ema.decay", decay, "between 0 and 1, or null for none")
     _check_adapter(config)
     if precision.frozen_storage is None:
@@ -25,6 +31,22 @@ def check_precision(config: Config) -> None:
         raise ConfigError(
             f"{key}: without recomputation the decoded weights would live until backward; "
             "type parallelism.recompute=full"
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    """DeepSpeed's own ones work where their states are, and nowhere else."""
+    name = str(config.optimizer.get("_target_")).removeprefix("wan_ds.training.optimizer.")
+    is_offloaded = bool(config.parallelism.zero_optimization.get("offload_optimizer"))
+    if name == "cpu_adamw" and not is_offloaded:
+        raise ConfigError(
+            "optimizer=cpu_adamw: is for masters and moments in CPU memory; type parallelism=zero3_offload, "
+            "or optimizer=adamw"
+        )
+    if name == "fused_adamw" and is_offloaded:
+        raise ConfigError(
+            "optimizer=fused_adamw: works on the GPU, and parallelism.zero_optimization.offload_optimizer "
+            "puts masters and moments into CPU memory; type optimizer=cpu_adamw"
         )
 
 

@@ -193,7 +193,7 @@ class CrossAttention(transformer_wan.WanAttention):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, clip_tokens: Sequence[int]) -> Tensor:
         query, key, value = (
-            tensor.unflatten(-1, (self.heads, -1)) for tensor in (query, key.type_as(value), value)
+            tensor.type_as(value).unflatten(-1, (self.heads, -1)) for tensor in (query, key, value)
         )
         tokens_of_keys = [key.shape[1]] * len(key)
         attended = attend_within_clips(

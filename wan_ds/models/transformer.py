@@ -43,7 +43,9 @@ class PatchEmbedding(nn.Conv3d):
     `[T, d, 1, 1, 1]`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        columns = F.linear(x.flatten(1).to(self.weight.dtype), self.weight.flatten(1), self.bias)
+        dtype = self.weight.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        columns = F.linear(x.flatten(1).to(dtype), self.weight.flatten(1), bias)
         return columns[:, :, None, None, None]
 
 

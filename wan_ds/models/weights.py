@@ -1,8 +1,8 @@
 """A transformer's weights, put in one block at a time, from whatever holds tensors by name or from a seed.
 
 The model is built on the meta device, and nothing is read before all names and shapes are known to fit. Then
-each block is read, cast and, under ZeRO-3, handed to ``partition``, which leaves each rank its shard: no
-process ever holds more than its shards and one block."""
+each block is read, cast, given its adapter's tensors, perhaps stored in 8 bits and, under ZeRO-3, handed to
+``partition``, which leaves each rank its shard: no process ever holds more than its shards and one block."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,9 +13,18 @@ from torch import Tensor, nn
 
 from wan_ds import streams
 from wan_ds.errors import CheckpointError
-from wan_ds.models.transformer import WanTransformer, check_rope, reset_rope
+from wan_ds.models.adapter import (
+    NAMES_SHOWN,
+    AdapterSettings,
+    AdapterStart,
+    AdapterTensors,
+    inject,
+    is_adapter,
+    plain_name,
+)
+from wan_ds.models.quantised import STORAGE, quantise
+from wan_ds.models.transformer import WanTransformer, WanTransformerBlock, check_rope, reset_rope
 
-NAMES_SHOWN = 3  # of the names in an error's message
 IMAGE_KEY = "blocks.0.attn2.add_k_proj.weight"  # k_img in original files: Wan 2.1's models that see images
 # The sizes that tensors show, each with the tensor and the axis that shows it.
 _SIZES = {
@@ -27,7 +36,10 @@ _SIZES = {
     "pos_embed_seq_len": ("condition_embedder.image_embedder.pos_embed", 1),
 }
 _OPTIONAL = ("image_dim", "pos_embed_seq_len")  # whose absence says something
-_IGNORED = "norm_added_q"  # diffusers ignores it in files, too: no model has used it
+IGNORED = "norm_added_q"  # diffusers ignores it in files, too: no model has used it
+
+
+DtypeOf = Callable[[str, torch.dtype, bool], torch.dtype]  # name, stored dtype, whether it trains
 
 
 class Described(Protocol):
@@ -60,30 +72,49 @@ def build_transformer(  # noqa: PLR0913
     *,
     seed: int = 0,
     expert: str = "all",
-    trainable_dtype: torch.dtype = torch.float32,
+    dtype_of: DtypeOf | None = None,
     is_trainable: Callable[[str], bool] = lambda name: True,  # noqa: ARG005
+    adapter: AdapterSettings | None = None,
+    init_from: AdapterTensors | None = None,
+    frozen_storage: torch.dtype | None = None,
     partition: Callable[[nn.Module], None] | None = None,
 ) -> WanTransformer:
     """A transformer of diffusers' ``architecture`` on the CPU, its tensors read from the source in one walk.
 
     Args:
         source: None draws them from the stream of (seed, expert, name).
-        trainable_dtype: what trainable tensors are cast to as they are read; frozen ones stay as stored.
-        is_trainable: whether the tensor of this name requires gradients.
+        dtype_of: what a tensor of this plain name and stored dtype, trainable or not, is cast to as it is
+            read; None makes trainable ones float32 and leaves frozen ones as they are stored.
+        is_trainable: whether the tensor of this plain name requires gradients; with an adapter, which of its.
+        adapter: put on the blocks; the base is frozen, and read under its plain names.
+        init_from: what the adapter starts from; None draws it from the stream of (seed, expert, name).
+        frozen_storage: float8_e4m3fn keeps the frozen linear weights of blocks in 8 bits; None as stored.
         partition: called with each module whose parameters are complete; the whole model comes last, for
             the parameters of its own. A collective where there are several ranks.
 
     Raises:
-        CheckpointError: the source does not fit, told before anything is read; or a read fails.
+        CheckpointError: the source or ``init_from`` does not fit, told before anything is read; or a read
+            fails.
+        ConfigError: the adapter does not fit the model.
     """
+    if frozen_storage not in (None, STORAGE):
+        raise ValueError(f"frozen_storage={frozen_storage}: {STORAGE} or None")
     model = on_meta(architecture)
     if source is None:
         source = Drawn(model, seed, expert)
     refuse_misfit(model, source)
+    start = None
+    if adapter is not None:
+        inject(model, adapter)
+        start = AdapterStart(model, adapter, seed=seed, expert=expert, given=init_from)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trainable(name))
+        trains = is_trainable(plain_name(name)) and (adapter is None or is_adapter(name))
+        parameter.requires_grad_(trains)
+    dtypes = _dtypes(model, source, dtype_of or _as_stored)
     for module, names in _units(model):
-        _fill(model, names, source, trainable_dtype)
+        _fill(model, names, source, start, dtypes)
+        if frozen_storage is not None and isinstance(module, WanTransformerBlock):
+            quantise(module)
         if partition is not None:
             partition(module)
     reset_rope(model, "cpu")
@@ -95,6 +126,20 @@ def on_meta(architecture: Mapping[str, Any]) -> WanTransformer:
     """The transformer without memory for its weights."""
     with torch.device("meta"):
         return WanTransformer(**architecture)
+
+
+def _as_stored(name: str, loaded: torch.dtype, trainable: bool) -> torch.dtype:  # noqa: ARG001
+    return torch.float32 if trainable else loaded
+
+
+def _dtypes(model: WanTransformer, source: Source, dtype_of: DtypeOf) -> dict[str, torch.dtype]:
+    """Of every parameter, by its name in the model; an adapter's are float32 before they are cast."""
+    dtypes = {}
+    for name, parameter in model.named_parameters():
+        plain = plain_name(name)
+        stored = torch.float32 if is_adapter(name) else source.tensors[plain].dtype
+        dtypes[name] = dtype_of(plain, stored, parameter.requires_grad)
+    return dtypes
 
 
 def _units(model: WanTransformer) -> Iterator[tuple[nn.Module, list[str]]]:
@@ -109,14 +154,23 @@ def _units(model: WanTransformer) -> Iterator[tuple[nn.Module, list[str]]]:
     yield model, [name for name, _ in model.named_parameters(recurse=False)]
 
 
-def _fill(model: WanTransformer, names: list[str], source: Source, trainable_dtype: torch.dtype) -> None:
-    tensors = source.read(names)
+def _fill(
+    model: WanTransformer,
+    names: list[str],
+    source: Source,
+    start: AdapterStart | None,
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    tensors = source.read([plain_name(name) for name in names if not is_adapter(name)])
+    if start is not None:
+        tensors |= start.read([plain_name(name) for name in names if is_adapter(name)])
     for name in names:
-        tensor = tensors.pop(name)  # let go one by one: a cast block must not stand beside the stored one
+        # Let go one by one: a cast block must not stand beside the stored one.
+        tensor = tensors.pop(plain_name(name))
         module, _, leaf = name.rpartition(".")
         owner = model.get_submodule(module)
         requires_grad = owner.get_parameter(leaf).requires_grad
-        tensor = tensor.to(trainable_dtype) if requires_grad else tensor
+        tensor = tensor.to(dtypes[name])
         tensor = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.contiguous()
         setattr(owner, leaf, nn.Parameter(tensor, requires_grad=requires_grad))
 
@@ -130,7 +184,7 @@ class Drawn:
 
     def __init__(self, model: WanTransformer, seed: int, expert: str) -> None:
         self.where = f"seed {seed}"
-        self.tensors = dict(model.named_parameters())
+        self.tensors = _base(model)
         self._key = (seed, "initialise", expert)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -151,9 +205,17 @@ class Drawn:
         return tensor.uniform_(-bound, bound, generator=rng)
 
 
+def _base(model: WanTransformer) -> dict[str, nn.Parameter]:
+    """The parameters by the names that files have them under: no adapter's."""
+    return {plain_name(name): p for name, p in model.named_parameters() if not is_adapter(name)}
+
+
 def refuse_misfit(model: WanTransformer, source: Source) -> None:
-    """Raise one CheckpointError for all that differs between the model and what the source says it holds."""
-    ours, theirs = dict(model.named_parameters()), source.tensors
+    """Raise one CheckpointError for all that differs between the model and what the source says it holds.
+
+    An adapter of the model is not its concern.
+    """
+    ours, theirs = _base(model), source.tensors
     sizes = _differing_sizes(model, source)
     found = sizes or _differing_keys(ours, theirs)
     whole = [name for name in ours if name in theirs and not theirs[name].dtype.is_floating_point]
@@ -169,7 +231,7 @@ def refuse_misfit(model: WanTransformer, source: Source) -> None:
 
 
 def _differing_sizes(model: WanTransformer, source: Source) -> list[str]:
-    ours, theirs = _sizes(dict(model.named_parameters())), _sizes(source.tensors)
+    ours, theirs = _sizes(_base(model)), _sizes(source.tensors)
     config = dict(model.config)
     stated = getattr(source, "architecture", {})
     ours |= {key: config[key] for key in stated if key in config and key not in theirs}
@@ -201,7 +263,7 @@ def _sizes(tensors: Mapping[str, Described]) -> dict[str, Any]:
 def _differing_keys(ours: Mapping[str, Described], theirs: Mapping[str, Described]) -> list[str]:
     found = []
     missing = [name for name in ours if name not in theirs]
-    unexpected = [name for name in theirs if name not in ours and _IGNORED not in name]
+    unexpected = [name for name in theirs if name not in ours and IGNORED not in name]
     misshapen = [
         f"{name} {list(theirs[name].shape)} there, {list(ours[name].shape)} here"
         for name in ours

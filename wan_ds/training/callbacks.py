@@ -145,13 +145,13 @@ class Save(Callback):
                 skipped_in_a_row=expert.skipped_in_a_row,
                 clips=expert.clips,
                 share=loop.routing.shares[name],
+                base=expert.base,
             )
             for name, expert in loop.experts.items()
         }
         dataset = checkpoint.dataset_of(loop.encoded.clips)
         state = TrainerState(loop.step, loop.steps, loop.mesh.world_size, dataset, experts)
-        engines = {name: expert.engine for name, expert in loop.experts.items()}
-        folder = checkpoint.save(self._checkpoints, state, engines, self._keep_last)
+        folder = checkpoint.save(self._checkpoints, state, loop.experts, self._keep_last)
         log.info("saved %s", folder)
 
 

@@ -1,12 +1,15 @@
 """Checkpoints: folders that are either complete or absent.
 
-    checkpoints/step_00000100/<expert>/...     what each expert's engine writes, one file set per rank
+    checkpoints/step_00000100/<expert>/...     what trains: the engine's files of every rank, and where there
+                                               is one the ready adapter, and averaged weights of every rank
     checkpoints/step_00000100/trainer_state.json
     checkpoints/step_00000100/COMPLETE         every file above with its size; written last
     checkpoints/latest                         the newest folder's name
 
 A folder is written beside its place, checked by all ranks, renamed, and only then named in ``latest``.
-Whatever moment a run is killed at, the newest complete folder is whole."""
+Whatever moment a run is killed at, the newest complete folder is whole. Loading walks the components that
+saving walks, the experts that train; frozen tensors are in no checkpoint, and are read anew from where the
+run started."""
 
 import hashlib
 import json
@@ -16,6 +19,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +31,7 @@ from wan_ds.models.weights import Source
 from wan_ds.parallel.reduce import any_rank
 
 if TYPE_CHECKING:  # importing it takes seconds, and whoever only reads folders need not wait
-    from wan_ds.training.engine import Engine
+    from wan_ds.training.components import Component
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ class ExpertState:
     skipped_in_a_row: int
     clips: int
     share: float  # expected share of the steps
+    base: str | None = None  # what an adapter stands on, see `wan_ds.training.sources.Fingerprint`
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,12 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def save(checkpoints: Path, state: TrainerState, engines: Mapping[str, "Engine"], keep_last: int) -> Path:
+def save(
+    checkpoints: Path, state: TrainerState, components: Mapping[str, "Component"], keep_last: int
+) -> Path:
     """Write a checkpoint; a collective. Raises CheckpointError on every rank if any could not do its part."""
+    from wan_ds.training.components import save_component
+
     target = checkpoints / folder_name(state.step)
     unfinished = target.with_name(target.name + _UNFINISHED)
     is_main = dist.get_rank() == 0
@@ -78,10 +87,6 @@ def save(checkpoints: Path, state: TrainerState, engines: Mapping[str, "Engine"]
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
 
-    def write_shards() -> None:
-        for expert, engine in engines.items():
-            engine.save(unfinished, expert)
-
     def finish() -> None:
         seal(unfinished, state)
         publish(unfinished, target)
@@ -89,7 +94,10 @@ def save(checkpoints: Path, state: TrainerState, engines: Mapping[str, "Engine"]
 
     try:
         together(make_room if is_main else None, target)
-        together(write_shards, target)
+        for name, component in components.items():
+            save_component(
+                unfinished / name, component, state.experts[name].steps, partial(together, target=target)
+            )
         together(finish if is_main else None, target)
     except CheckpointError:
         if is_main:
@@ -283,10 +291,15 @@ def refuse_misfit(folder: Path, *, world_size: int, experts: Collection[str], cl
         )
 
 
-def load(folder: Path, engines: Mapping[str, "Engine"]) -> TrainerState:
-    """Put a checkpoint that fits into fresh engines; a collective."""
-    for expert, engine in engines.items():
-        engine.load(folder, expert)
+def load(folder: Path, components: Mapping[str, "Component"]) -> TrainerState:
+    """Put a checkpoint that fits into fresh engines; a collective.
+
+    Raises CheckpointError on every rank unless the files hold what trains, all of it and nothing else.
+    """
+    from wan_ds.training.components import load_component
+
+    for name, component in components.items():
+        load_component(folder / name, component)
     return read_state(folder)
 
 

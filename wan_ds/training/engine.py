@@ -8,22 +8,29 @@ neither skips a non-finite step nor reports a norm without clipping.
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import groups, safe_get_full_grad
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
-from wan_ds.errors import CheckpointError
+from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.parallel.mesh import COLLECTIVE_TIMEOUT, Mesh
 from wan_ds.parallel.reduce import gradient_divisor
+from wan_ds.training.optimizer import complete_plain_step
+from wan_ds.training.precision import Precision, compute_in_own_dtypes
+from wan_ds.training.shards import fragment, whole
 
 # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames.
 warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -57,9 +64,11 @@ def device() -> torch.device:
 
 
 def deepspeed_config(
-    zero_optimization: dict[str, Any], *, micro_batch_size: int, max_grad_norm: float, compute_dtype: str
+    zero_optimization: dict[str, Any], *, micro_batch_size: int, max_grad_norm: float, precision: Precision
 ) -> dict[str, Any]:
     """DeepSpeed's configuration of one expert; nothing is left to a default that could change a number."""
+    if precision.has_masters and zero_optimization["stage"] == 0:
+        raise ValueError("bfloat16 parameters need ZeRO, without which DeepSpeed keeps no float32 masters")
     config = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": 1,
@@ -68,13 +77,15 @@ def deepspeed_config(
         "zero_optimization": zero_optimization,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": False},
+        "bf16": {"enabled": precision.has_masters},
         "fp16": {"enabled": False},
         "communication_data_type": "fp32",
         "seq_parallel_communication_data_type": "fp32",
         "wall_clock_breakdown": False,
     }
-    if compute_dtype == "bf16":
+    if precision.has_masters:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if precision.is_autocast:
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
         torch.set_autocast_cache_enabled(False)  # the cache would hold a bf16 copy of the whole model
     return config
@@ -103,7 +114,91 @@ def partition_of(zero_optimization: dict[str, Any]) -> Callable[[nn.Module], Non
     return partition
 
 
-class Engine:
+def fused_adamw(params: Iterable[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW on a GPU; raises ConfigError elsewhere, or where it cannot be compiled."""
+    if device().type == "cpu":
+        raise ConfigError(
+            "optimizer=fused_adamw: its kernels are for GPUs, and this machine computes on its CPU; type "
+            "optimizer=adamw"
+        )
+    return _compiled("fused_adamw", FusedAdam, params, adam_w_mode=True, **settings)
+
+
+def cpu_adamw(params: Iterable[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW for states in CPU memory; raises ConfigError where it cannot be compiled."""
+    return _compiled("cpu_adamw", DeepSpeedCPUAdam, params, adamw_mode=True, **settings)
+
+
+def _compiled(name: str, optimizer: type[torch.optim.Optimizer], *args: Any, **settings: Any) -> Any:
+    try:
+        return optimizer(*args, **settings)
+    except (RuntimeError, OSError, ImportError, AssertionError) as error:
+        cause = str(error.__cause__ or error).partition("\n")[0]
+        raise ConfigError(
+            f"optimizer={name}: DeepSpeed could not compile it ({cause}); install a compiler and ninja, or "
+            "type optimizer=adamw"
+        ) from error
+
+
+class _Network:
+    """A model on this rank's device or sharded over the world, and how it computes."""
+
+    def __init__(self, model: nn.Module, stage: int, precision: Precision) -> None:
+        self.stage = stage
+        self.precision = precision
+        self._names = dict(model.named_parameters())
+        if not precision.is_autocast:
+            compute_in_own_dtypes(model)
+            # What DeepSpeed keeps of an engine with autocast would decide how these gradients are sent.
+            torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The bare module, for calls inside `inference`, on all ranks in the same order."""
+        raise NotImplementedError
+
+    @contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        """The bare module without gradients, computing as it does in training."""
+        with torch.no_grad(), self.precision.autocast(device().type):
+            yield self.module
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters; under ZeRO-3 a parameter's data is empty between uses."""
+        yield from self._names.items()
+
+    @staticmethod
+    def shard(parameter: nn.Parameter) -> torch.Tensor:
+        """What this rank holds of the parameter."""
+        return parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.data
+
+
+class FrozenEngine(_Network):
+    """A model that does not train: under ZeRO-3 sharded and gathered block by block, else whole on each rank.
+
+    It is in no checkpoint.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, *, zero_optimization: dict[str, Any], precision: Precision
+    ) -> None:
+        super().__init__(model, zero_optimization["stage"], precision)
+        self._module = model.requires_grad_(False).eval().to(device())
+        if self.stage != 3:
+            return
+        zero = {key: value for key, value in zero_optimization.items() if key != "offload_optimizer"}
+        config = deepspeed_config(zero, micro_batch_size=1, max_grad_norm=0.0, precision=precision)
+        config |= {"bf16": {"enabled": False}}  # which is about what trains
+        config.pop("data_types", None)
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mesh.sequence_parallel_unit)
+        self._module = engine.module
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+
+class Engine(_Network):
     """A model sharded over the world with its optimizer.
 
     A window is any number of `backward` calls and one `step`; the losses passed to `backward` over all
@@ -118,44 +213,38 @@ class Engine:
         zero_optimization: dict[str, Any],
         micro_batch_size: int,
         max_grad_norm: float,
-        compute_dtype: str,
+        precision: Precision,
     ) -> None:
-        self.stage: int = zero_optimization["stage"]
-        self._compute_dtype = compute_dtype
+        config = deepspeed_config(
+            zero_optimization,
+            micro_batch_size=micro_batch_size,
+            max_grad_norm=max_grad_norm,
+            precision=precision,
+        )
+        super().__init__(model, zero_optimization["stage"], precision)
         self.before_update: Callable[[], None] | None = (
             None  # called in each step, when reduced gradients exist
         )
-        self._names = dict(model.named_parameters())
         self._divisor = gradient_divisor(
             stage=self.stage,
             reduce_scatter=zero_optimization.get("reduce_scatter", True),
             world_size=mesh.world_size,
             sp_size=mesh.sp_size,
         )
+        for name, parameter in self.parameters():
+            if parameter.requires_grad and parameter.dtype != precision.trainable_dtype:
+                raise ValueError(f"{name} is {parameter.dtype}, and {precision.trainable_dtype} trains")
         if self.stage == 0:
-            _complete_plain_step(optimizer, max_grad_norm)
-        config = deepspeed_config(
-            zero_optimization,
-            micro_batch_size=micro_batch_size,
-            max_grad_norm=max_grad_norm,
-            compute_dtype=compute_dtype,
-        )
-        self.engine, *_ = deepspeed.initialize(
-            model=model.to(device()), optimizer=optimizer, config=config, mpu=mesh.sequence_parallel_unit
-        )
+            complete_plain_step(optimizer, max_grad_norm)
+        with _without_casts():
+            self.engine, *_ = deepspeed.initialize(
+                model=model.to(device()), optimizer=optimizer, config=config, mpu=mesh.sequence_parallel_unit
+            )
         self._watch_update()
 
     @property
     def module(self) -> nn.Module:
-        """The bare module, for calls inside `inference`, on all ranks in the same order."""
         return self.engine.module
-
-    @contextmanager
-    def inference(self) -> Iterator[nn.Module]:
-        """The bare module without gradients, in the dtype that training computes in."""
-        autocast = torch.autocast(device().type, torch.bfloat16, enabled=self._compute_dtype == "bf16")
-        with torch.no_grad(), autocast:
-            yield self.module
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward in a training step."""
@@ -177,10 +266,6 @@ class Engine:
         """The norm of the last window's gradient before clipping, equal on every rank."""
         return self.engine.optimizer._global_grad_norm
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters; under ZeRO-3 a parameter's data is empty between uses."""
-        yield from self._names.items()
-
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient of the whole parameter; a collective, valid inside the step."""
         if self.stage == 0:
@@ -188,12 +273,28 @@ class Engine:
         return safe_get_full_grad(parameter)
 
     @staticmethod
-    def shard(parameter: nn.Parameter) -> torch.Tensor:
-        """What this rank holds of the parameter."""
-        return parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.data
+    def master(parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of the float32 numbers that the optimizer steps: flat, in place, without padding.
+
+        One after the other in the order of ranks they are the parameter; None where this rank has no part.
+        Under ZeRO-0 each rank has the whole. Not to be kept beyond a load.
+        """
+        part = fragment(parameter).values
+        return part if part.numel() else None
+
+    @staticmethod
+    def full_master(parameter: nn.Parameter) -> torch.Tensor:
+        """The whole parameter in the float32 that the optimizer steps; a collective."""
+        return whole(parameter)
+
+    def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """In which the parameter's gradient is sent between ranks."""
+        if self.stage == 0 or isinstance(self.engine.optimizer, BF16_Optimizer):
+            return torch.float32
+        return self.engine.optimizer.get_param_comm_dtype(parameter)
 
     def save(self, folder: Path, tag: str) -> None:
-        """Write weights, moments and counters of all ranks below folder/tag; a collective.
+        """Write what trains, its moments and counters, of all ranks below folder/tag; a collective.
 
         Raises OSError or RuntimeError on a rank that could not write, once all ranks are through: raised
         inside, it would leave the others in DeepSpeed's barriers.
@@ -203,14 +304,21 @@ class Engine:
         with ExitStack() as patches:
             for owner, name in ((files, "makedirs"), (files, "save"), (self.engine, "_copy_recovery_script")):
                 patches.enter_context(_deferring(owner, name, failures))
-            self.engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+            self.engine.save_checkpoint(
+                str(folder), tag=tag, save_latest=False, exclude_frozen_parameters=True
+            )
         if failures:
             raise failures[0]
 
     def load(self, folder: Path, tag: str) -> None:
-        """Read what `save` wrote, into a fresh engine of the same world; a collective."""
+        """Read what `save` wrote, into a fresh engine of the same world; a collective.
+
+        Whether the files hold all that trains is the caller's to know: DeepSpeed reads what it finds.
+        """
         with only_tensors():
-            path, _ = self.engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+            path, _ = self.engine.load_checkpoint(
+                str(folder), tag=tag, load_module_strict=False, load_lr_scheduler_states=False
+            )
         if path is None:
             raise CheckpointError(f"DeepSpeed found no state of {tag} in {folder}")
 
@@ -230,6 +338,20 @@ class Engine:
 
 
 @contextmanager
+def _without_casts() -> Iterator[None]:
+    """Inside, an engine for bfloat16 parameters leaves frozen ones as they are.
+
+    Below ZeRO-3 DeepSpeed would cast every parameter that was not partitioned before.
+    """
+    cast = DeepSpeedEngine._cast_module_mixed_precision
+    DeepSpeedEngine._cast_module_mixed_precision = lambda *args: None  # noqa: ARG005
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._cast_module_mixed_precision = cast
+
+
+@contextmanager
 def _deferring(owner: Any, name: str, failures: list[Exception]) -> Iterator[None]:
     """Inside, the owner's method notes in ``failures`` what it would raise."""
     write = getattr(owner, name)
@@ -245,27 +367,6 @@ def _deferring(owner: Any, name: str, failures: list[Exception]) -> Iterator[Non
         yield
     finally:
         setattr(owner, name, write)
-
-
-def _complete_plain_step(optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
-    """Give a ZeRO-0 optimizer what ZeRO's own step does: the norm, clipping, and skipping what is not finite.
-
-    DeepSpeed reads ``overflow`` and ``_global_grad_norm`` from whatever optimizer it holds.
-    """
-    update = optimizer.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        optimizer._global_grad_norm = norm
-        optimizer.overflow = not torch.isfinite(norm).item()  # the one sync of a ZeRO-0 step
-        if optimizer.overflow:
-            return None
-        if max_grad_norm > 0:
-            nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-        return update(*args, **kwargs)
-
-    optimizer.step = step
 
 
 @contextmanager

@@ -1,18 +1,23 @@
 """The loop: which expert, which clips, one window, then whatever else wants to happen."""
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
+from wan_ds import streams
 from wan_ds.data.latents import Encoded
 from wan_ds.data.loader import Item, slots_of_rank
 from wan_ds.errors import TrainingError
 from wan_ds.flow.timesteps import Interval
 from wan_ds.parallel.mesh import Mesh
 from wan_ds.parallel.reduce import sum_over_ranks
-from wan_ds.training.engine import Engine
+from wan_ds.training.adapters import Adapter
+from wan_ds.training.ema import Ema
+from wan_ds.training.engine import Engine, FrozenEngine
 from wan_ds.training.experts import Routing
 from wan_ds.training.guard import FirstSteps
 from wan_ds.training.lr_schedule import Schedule
@@ -22,7 +27,7 @@ from wan_ds.training.step import FlowMatching, Loss, MicroBatch
 
 @dataclass
 class Expert:
-    """One expert in training: its engine, its learning rates and its own counts."""
+    """One expert in training: its engine, its learning rates, what it keeps beside, and its own counts."""
 
     name: str
     interval: Interval
@@ -30,6 +35,9 @@ class Expert:
     schedule: Schedule
     base_lr: float
     guard: FirstSteps | None = None
+    adapter: Adapter | None = None  # None: all its weights train
+    base: str | None = None  # the fingerprint of what an adapter stands on
+    ema: Ema | None = None
     steps: int = 0  # applied
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -48,10 +56,24 @@ class Expert:
         applied = self.engine.step(lr)
         if watching:
             self.guard.after_step(applied, lr)
+        if applied and self.ema is not None:
+            self.ema.update()
         self.steps += applied
         self.skipped += not applied
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         return applied
+
+    @contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        """The network as it is meant to be used: with its averages if it has any, without dropout and
+        gradients. A collective at both ends.
+        """
+        with self.ema.applied() if self.ema else nullcontext(), self.engine.inference() as model:
+            model.eval()
+            try:
+                yield model
+            finally:
+                model.train()
 
 
 class Callback:
@@ -81,12 +103,18 @@ class Loop:
     max_skipped_in_a_row: int
     callbacks: Sequence[Callback] = ()
     step: int = 0
+    frozen: dict[str, FrozenEngine] = field(default_factory=dict)  # experts that only evaluate and sample
     meters: Meters = field(default_factory=Meters)
     stopped_by: int | None = None  # the signal that ended training early
 
     @property
     def is_finished(self) -> bool:
         return self.step >= self.steps
+
+    @property
+    def networks(self) -> dict[str, Expert | FrozenEngine]:
+        """All experts that are loaded; each has `inference`."""
+        return self.experts | self.frozen
 
     def run(self) -> None:
         for callback in self.callbacks:
@@ -129,6 +157,9 @@ class Loop:
             sum(self.objective.count(batch, self.step) for batch in micro_batches), dtype=torch.float64
         )
         count = sum_over_ranks(count.to(micro_batches[0].prompt_embeds.device))
+        # The one thing that draws from torch's own generator is the dropout of adapters.
+        dropout = streams.generator(self.objective.seed, "dropout", self.step, self.mesh.rank)
+        torch.manual_seed(dropout.initial_seed())
         losses = []
         for batch in micro_batches:
             loss = self.objective(expert.engine.train, batch, expert.interval, self.step)

@@ -25,6 +25,7 @@ from wan_ds.training.loop import Callback, Expert, Loop
 from wan_ds.training.lr_schedule import Schedule
 from wan_ds.training.sampling import Sample, build_pipeline, generate, guidance_of, write_samples
 from wan_ds.training.shots import Shot
+from wan_ds.training.sources import refuse_other_base
 from wan_ds.training.trackers import Trackers, WandbSettings
 
 log = logging.getLogger(__name__)
@@ -149,14 +150,19 @@ def build_loop(  # noqa: PLR0913 - what train.py lists
     schedules: dict[str, Schedule],
     trackers: Trackers,
     folder: Path | None,
+    base: str | None,
 ) -> Loop:
-    """Read the weights, shard them, and put the checkpoint's state in."""
+    """Read the weights, shard them, and put the checkpoint's state in; ``base``: what was typed as
+    model.path."""
     encoders = parts.load_encoders(config, device())
     encoded = parts.encoded_of(config, clips, encoders, keep=config.data.keep_latents)
     experts = {
-        name: parts.build_expert(config, name, routing.intervals[name], schedule, mesh)
+        name: parts.build_expert(
+            config, name, routing.intervals[name], schedule, mesh, is_new=folder is None, base=base
+        )
         for name, schedule in schedules.items()
     }
+    frozen = {name: parts.build_frozen(config, name, mesh) for name in config.train.frozen_experts}
     first_step = 0 if folder is None else restore(experts, folder)
     logger = callbacks.Log(trackers, config.tracker.log_every_steps, mesh.is_main)
     saving = config.checkpoint
@@ -173,6 +179,7 @@ def build_loop(  # noqa: PLR0913 - what train.py lists
         caption_dropout=config.train.caption_dropout,
         max_skipped_in_a_row=config.train.max_skipped_in_a_row,
         step=first_step,
+        frozen=frozen,
         callbacks=[
             callbacks.StopOnSignal(),
             callbacks.Memory(),
@@ -185,10 +192,14 @@ def build_loop(  # noqa: PLR0913 - what train.py lists
 
 
 def restore(experts: dict[str, Expert], folder: Path) -> int:
-    """Put the checkpoint's state into the experts; the number of finished steps."""
+    """Put the checkpoint's state into the experts; the number of finished steps.
+
+    Raises CheckpointError on every rank if it does not hold what they train, or they stand on another base.
+    """
     checkpoint.warn_of_owner(folder)
-    engines = {name: expert.engine for name, expert in experts.items()}
-    state = checkpoint.load(folder, engines)
+    for name, counts in checkpoint.read_state(folder).experts.items():
+        refuse_other_base(f"what {name} starts from", experts[name].base, counts.base)
+    state = checkpoint.load(folder, experts)
     for name, counts in state.experts.items():
         expert = experts[name]
         expert.steps, expert.skipped, expert.clips = counts.steps, counts.skipped, counts.clips
@@ -202,13 +213,14 @@ def elements_per_token(config: Config) -> int:
 
 
 def evaluation_levels(config: Config, routing: Routing) -> torch.Tensor:
-    """The noise levels of validation; raises ConfigError if no expert that trains owns one of them."""
+    """The noise levels of validation; raises ConfigError if no expert that is loaded owns one of them."""
     count = config.evaluation.sigmas_per_clip
     sigmas = evaluation.levels(routing.timesteps, count)
-    if not {routing.owner_of(sigma) for sigma in sigmas.tolist()} & set(routing.shares):
+    loaded = parts.loaded_experts(config)
+    if not {routing.owner_of(sigma) for sigma in sigmas.tolist()} & set(loaded):
         raise ConfigError(
             f"evaluation.sigmas_per_clip={count}: none of these noise levels belongs to "
-            f"{', '.join(routing.shares)}; choose more, or leave evaluation out"
+            f"{', '.join(loaded)}; choose more, or leave evaluation out"
         )
     return sigmas
 
@@ -227,11 +239,11 @@ def validation(
     probes = evaluation.probes(min(wanted.clips, len(encoded.clips)), sigmas, routing.owner_of)
 
     def evaluate(loop: Loop) -> None:
-        losses = {}
+        losses, networks = {}, loop.networks
         for name, routed in probes.items():
-            if name not in loop.experts:
+            if name not in networks:
                 continue
-            with loop.experts[name].engine.inference() as model:
+            with networks[name].inference() as model:
                 own = evaluation.probe_losses(
                     evaluation.share_of_rank(routed, loop.mesh.dp_rank, loop.mesh.dp_size),
                     sigmas,
@@ -261,17 +273,17 @@ def sampling(
         made_from = shots_of(config, encoded)
         prompts = [shot.prompt for shot in made_from]
         images = shots.images_of(made_from)
-        engines = {name: expert.engine for name, expert in loop.experts.items()}
-        pipeline = build_pipeline(
-            {name: engine.module for name, engine in engines.items()},
-            boundary=config.model.boundary,
-            shift=wanted.shift,
-            vae=encoders.vae,
-            images=len(images),
-            expand_timesteps=conditioning.expand_timesteps,
-            image_encoder=encoders.image,
-        )
-        with next(iter(engines.values())).inference():
+        with ExitStack() as stack:
+            modules = {name: stack.enter_context(one.inference()) for name, one in loop.networks.items()}
+            pipeline = build_pipeline(
+                modules,
+                boundary=config.model.boundary,
+                shift=wanted.shift,
+                vae=encoders.vae,
+                images=len(images),
+                expand_timesteps=conditioning.expand_timesteps,
+                image_encoder=encoders.image,
+            )
             made = generate(
                 pipeline,
                 encoders.text(prompts),

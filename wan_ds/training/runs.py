@@ -2,18 +2,22 @@
 
 import json
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 
 import torch
 
 from wan_ds.config import Config, Weights, read
-from wan_ds.errors import CheckpointError
+from wan_ds.errors import CheckpointError, ConfigError
+from wan_ds.interop.lora import Lora
+from wan_ds.models.adapter import plain_name
 from wan_ds.models.transformer import WanTransformer
 from wan_ds.models.weights import Source, build_transformer, on_meta, refuse_misfit
+from wan_ds.training import adapters, parts, run_folder
 from wan_ds.training import checkpoint as checkpoints
-from wan_ds.training import parts, run_folder
+from wan_ds.training.adapters import Merged
 from wan_ds.training.comparison import experts_table
-from wan_ds.training.sources import locate
+from wan_ds.training.sources import Fingerprint, locate
 from wan_ds.training.trackers import JsonLines
 
 
@@ -28,17 +32,23 @@ def run_config(run_dir: Path) -> Config:
 def opened(run_dir: Path, which: str) -> tuple[Config, Path]:
     """A run's settings, `model.path` a folder of this machine, and its checkpoint `latest` or `step_...`.
 
-    Of a model of the hub the commit that the run trained on is asked for, and no base weights of experts that
-    trained.
+    Of a model of the hub the commit that the run trained on is asked for, and no base weights of experts
+    whose own are all in the checkpoint.
     """
     config = run_config(run_dir)
     checkpoint = checkpoints.find(run_dir, which)
-    trained = checkpoints.read_state(checkpoint).experts
+    trained = set() if is_lora(config) else set(checkpoints.read_state(checkpoint).experts)
     model, train = config.model, config.train
     experts = {name: Weights() if name in trained else base for name, base in model.experts.items()}
     model = replace(model, experts=experts, revision=_commit(run_dir) or model.revision)
-    local, _ = parts.with_local_weights(replace(config, model=model, train=replace(train, experts=None)))
+    train = replace(train, experts=None, frozen_experts=[])
+    local, _ = parts.with_local_weights(replace(config, model=model, train=train))
     return local, checkpoint
+
+
+def is_lora(config: Config) -> bool:
+    """Whether the run trains adapters."""
+    return config.adapter.rank is not None
 
 
 def _commit(run_dir: Path) -> str | None:
@@ -46,23 +56,66 @@ def _commit(run_dir: Path) -> str | None:
     return json.loads(path.read_text()).get("model_commit") if path.is_file() else None
 
 
-def expert_source(config: Config, checkpoint: Path, name: str) -> Source:
+class Kind(Enum):
+    """Which of a run's weights: those that train, or their averages."""
+
+    live = "live"
+    ema = "ema"
+
+
+def kind_of(config: Config, typed: Kind | None) -> Kind:
+    """What was typed, else the averages if the run keeps any: they are what it was told to keep them for."""
+    if typed is Kind.ema and config.ema.decay is None:
+        raise ConfigError("weights=ema: this run keeps no averaged weights (ema.decay); leave it out")
+    if typed is not None:
+        return typed
+    return Kind.live if config.ema.decay is None else Kind.ema
+
+
+def expert_source(config: Config, checkpoint: Path, name: str, kind: Kind = Kind.live) -> Source:
     """An expert's weights as trained, or as training would load them if it does not train.
 
-    Raises CheckpointError where they are not of the run's model.
+    An adapter is folded into its base, tensor by tensor. Raises CheckpointError where the weights are not of
+    the run's model, or the base is not the one that the adapter was trained on.
     """
-    if name not in checkpoints.read_state(checkpoint).experts:
+    counts = checkpoints.read_state(checkpoint).experts.get(name)
+    if counts is None:
         return parts.source_of(config, name)
-    source = checkpoints.checkpoint_source(checkpoint, name)
+    if is_lora(config):
+        base = Fingerprint(parts.source_of(config, name), counts.base)
+        return Merged(base, expert_lora(checkpoint, name, kind))
+    source = (
+        _averages(checkpoint, name) if kind is Kind.ema else checkpoints.checkpoint_source(checkpoint, name)
+    )
     refuse_misfit(on_meta(config.model.transformer), source)
     return source
 
 
-def load_experts(config: Config, checkpoint: Path, device: torch.device) -> dict[str, WanTransformer]:
+def _averages(checkpoint: Path, name: str) -> Source:
+    from wan_ds.training.ema import EmaFiles  # it imports DeepSpeed
+
+    return EmaFiles(checkpoint / name)
+
+
+def expert_lora(checkpoint: Path, name: str, kind: Kind = Kind.live) -> Lora:
+    """The adapter of an expert that trained; raises CheckpointError."""
+    lora = adapters.read(checkpoint / name)
+    if kind is Kind.live:
+        return lora
+    source = _averages(checkpoint, name)
+    tensors = {plain_name(key): tensor for key, tensor in source.read(source.tensors).items()}
+    if tensors.keys() != lora.tensors.keys():
+        raise CheckpointError(f"{source.where}: its averages are of other tensors than {lora.where}")
+    return replace(lora, tensors=tensors)
+
+
+def load_experts(
+    config: Config, checkpoint: Path, device: torch.device, kind: Kind = Kind.live
+) -> dict[str, WanTransformer]:
     """Every expert that the model declares, in float32 and without gradients."""
     experts = {}
     for name in config.model.experts:
-        source = expert_source(config, checkpoint, name)
+        source = expert_source(config, checkpoint, name, kind)
         expert = build_transformer(config.model.transformer, source)
         experts[name] = expert.to(device).eval().requires_grad_(False)
     return experts
@@ -79,10 +132,12 @@ def component_folders(config: Config) -> dict[str, Path]:
 def component_places(config: Config, checkpoint: Path) -> dict[str, str]:
     """Where every part of the model comes from, as a person is told it."""
     trained = checkpoints.read_state(checkpoint).experts
-    experts = {
-        name: str(checkpoint / name) if name in trained else parts.source_of(config, name).where
-        for name in config.model.experts
-    }
+    experts = {}
+    for name in config.model.experts:
+        is_whole = name in trained and not is_lora(config)
+        experts[name] = str(checkpoint / name) if is_whole else parts.source_of(config, name).where
+        if name in trained and is_lora(config):
+            experts[name] += f" with the adapter {checkpoint / name}"
     return experts | {name: str(folder) for name, folder in component_folders(config).items()}
 
 

@@ -2,11 +2,12 @@
 
 Every rank finds and describes them by itself; one rank reads them."""
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,15 @@ from wan_ds.errors import CheckpointError
 from wan_ds.interop import hub
 from wan_ds.interop.names import kind_of, transformer_names
 from wan_ds.interop.tensor_files import Renamed, open_tensor_files
-from wan_ds.models.weights import Described, Source
-from wan_ds.parallel.reduce import any_rank, host_group
-from wan_ds.training import checkpoint, run_folder
+from wan_ds.models.weights import IGNORED, Described, Drawn, Source, on_meta
+from wan_ds.training import adapters, checkpoint, run_folder
+from wan_ds.training.adapters import Merged
+from wan_ds.training.agreement import agreed
 
 _SECOND = "transformer_2"  # the low-noise expert in diffusers' folders
 _ENCODER_FILE = re.compile(r"(?i)vae|t5|clip")  # Wan's own folders hold these .pth files beside the model's
+_SAMPLE = 1 << 16  # numbers of a tensor that its fingerprint is made of, at least
 _ORIGINAL_CONFIG = {"num_heads": "num_attention_heads", "eps": "eps"}  # the rest is seen in the tensors
-_T = TypeVar("_T")
 
 
 def locate(path: str | None, weights: str, component: str) -> Path:
@@ -69,9 +71,9 @@ class _Transformer(Renamed):
 def transformer_source(path: str | None, weights: str | None, expert: str) -> Source | None:
     """An expert's tensors by diffusers' names; None where they are to be drawn from the seed.
 
-    A run as ``path`` or ``weights`` is its newest complete checkpoint, and for an expert that did not train
-    there what the run was started from; below a run as ``path``, only an absolute ``weights`` is something
-    else. Reads headers alone. Raises CheckpointError.
+    A run as ``path`` or ``weights`` is its newest complete checkpoint, an adapter folded in, and for an
+    expert that did not train there what the run was started from; below a run as ``path``, only an absolute
+    ``weights`` is something else. Reads headers, and a run's adapter. Raises CheckpointError.
     """
     for run in (weights, None if weights is not None and Path(weights).is_absolute() else path):
         if run is not None and is_run(Path(run)):
@@ -93,16 +95,23 @@ def transformer_source(path: str | None, weights: str | None, expert: str) -> So
 
 
 def _of_run(run: Path, expert: str) -> Source | None:
-    model = run_folder.read(run)["model"]
+    settings = run_folder.read(run)
+    model = settings["model"]
     if expert not in model["experts"]:
         there = ", ".join(model["experts"])
         raise CheckpointError(
             f"{run} has {there} and the model declares {expert}; choose the run's own model"
         )
     folder = checkpoint.find(run, "latest")
-    if expert not in checkpoint.read_state(folder).experts:
-        weights = model["experts"][expert]["weights"]
+    counts = checkpoint.read_state(folder).experts.get(expert)
+    weights = model["experts"][expert]["weights"]
+    if counts is None:
         return transformer_source(_path_of(model, weights), weights, expert)
+    if settings.get("adapter", {}).get("rank") is not None:
+        source: Source | None = transformer_source(_path_of(model, weights), weights, expert)
+        if source is None:
+            source = Drawn(on_meta(model["transformer"]), settings["seed"], expert)
+        return Merged(Fingerprint(source, counts.base), adapters.read(folder / expert))
     source = checkpoint.checkpoint_source(folder, expert)
     return _Transformer(source, {name: name for name in source.tensors}, model["transformer"])
 
@@ -196,6 +205,54 @@ def _config(place: Path) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
+class Fingerprint:
+    """A source that knows it again: a hash of names, shapes, dtypes and a sample of each tensor's numbers.
+
+    Any other training of the same architecture has another one; the same weights in another file have not.
+    """
+
+    def __init__(self, source: Source, expected: str | None = None) -> None:
+        """``expected``: what `value` must be once every tensor has been read."""
+        self.where, self.tensors = source.where, source.tensors
+        self.architecture = getattr(source, "architecture", {})
+        self._source, self._expected = source, expected
+        self._wanted = {name for name in source.tensors if IGNORED not in name}
+        self._hashes: dict[str, str] = {}
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The source's tensors. Raises CheckpointError with the last of them if it is not as expected."""
+        tensors = self._source.read(names)
+        for name, tensor in tensors.items():
+            self._hashes[name] = _hash_of(tensor)
+        if self._expected is not None and self._hashes.keys() >= self._wanted:
+            refuse_other_base(self.where, self.value(), self._expected)
+        return tensors
+
+    def value(self) -> str:
+        """The fingerprint, after every tensor has been read."""
+        unread = self._wanted - self._hashes.keys()
+        if unread:
+            raise ValueError(f"{len(unread)} tensors of {self.where} were not read")
+        return hashlib.blake2b(repr(sorted(self._hashes.items())).encode(), digest_size=16).hexdigest()
+
+
+def _hash_of(tensor: Tensor) -> str:
+    flat = tensor.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // _SAMPLE)].contiguous()
+    digest = hashlib.blake2b(repr((tuple(tensor.shape), str(tensor.dtype))).encode(), digest_size=16)
+    digest.update(sample.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def refuse_other_base(where: str, found: str | None, expected: str | None) -> None:
+    """CheckpointError if an adapter was trained on other weights than these."""
+    if found != expected:
+        raise CheckpointError(
+            f"{where} holds other weights than the adapter was trained on; an adapter fits its own base "
+            "alone: put that back where it was"
+        )
+
+
 class ByOneRank:
     """The same tensors, read by rank 0; the others get meta tensors in their place, for a broadcast to fill.
 
@@ -217,22 +274,3 @@ class ByOneRank:
             name: torch.empty(tuple(one.shape), dtype=one.dtype, device="meta")
             for name, one in described.items()
         }
-
-
-def agreed(part: Callable[[], _T]) -> _T:
-    """What the part returns on this rank; a collective.
-
-    Raises CheckpointError on every rank, with the first rank's words, if it failed on any, so that none waits
-    in vain.
-    """
-    failure, result = None, None
-    try:
-        result = part()
-    except (OSError, RuntimeError) as error:
-        failure = error
-    if any_rank(failure is not None):
-        words: list[str | None] = [None] * dist.get_world_size()
-        own = None if failure is None else str(failure)
-        dist.all_gather_object(words, own, group=host_group())
-        raise CheckpointError(next(text for text in words if text is not None)) from failure
-    return result

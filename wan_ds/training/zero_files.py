@@ -6,7 +6,7 @@ put together from its pieces when it is asked for. The layouts are those of deep
 """
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,21 +25,19 @@ class _Pieces(NamedTuple):
     spans: list[Span]
 
 
-class ZeroFiles:
-    """An expert's tensors in a checkpoint: float32 masters of trainable ones, frozen ones as they were."""
+class Pieces:
+    """Tensors by name, each put together from stretches of files when it is read."""
 
-    def __init__(self, folder: Path) -> None:
-        """Reads what the files say of themselves; raises CheckpointError unless they account for every
-        parameter and every number."""
-        self.where = str(folder)
-        self._pieces = _pieces_of(folder)
-        self.tensors = {name: Stored(shape, spans[0].dtype) for name, (shape, spans) in self._pieces.items()}
+    def __init__(self, where: str, pieces: Mapping[str, tuple[tuple[int, ...], list[Span]]]) -> None:
+        self.where = where
+        self._pieces = pieces
+        self.tensors = {name: Stored(shape, spans[0].dtype) for name, (shape, spans) in pieces.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The tensors on the CPU, each whole. Raises CheckpointError if a file cannot be read."""
         names = list(names)
         wanted: dict[Hashable, Span] = {
-            (name, index): span for name in names for index, span in enumerate(self._pieces[name].spans)
+            (name, index): span for name in names for index, span in enumerate(self._pieces[name][1])
         }
         read = read_spans(wanted)
         tensors = {}
@@ -48,6 +46,15 @@ class ZeroFiles:
             parts = [read.pop((name, index)).flatten() for index in range(len(spans))]
             tensors[name] = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(shape)
         return tensors
+
+
+class ZeroFiles(Pieces):
+    """An expert's tensors in a checkpoint: the float32 masters of those that trained."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads what the files say of themselves; raises CheckpointError unless they account for every
+        parameter and every number."""
+        super().__init__(str(folder), _pieces_of(folder))
 
 
 def _pieces_of(folder: Path) -> dict[str, _Pieces]:
@@ -61,7 +68,7 @@ def _pieces_of(folder: Path) -> dict[str, _Pieces]:
     try:
         if not optimizers:  # ZeRO-0 shards nothing
             pieces = {name: _whole(states[0].span(tensor)) for name, tensor in states[0]["module"].items()}
-        elif int(optimizers[0]["zero_stage"]) == 3:
+        elif int(optimizers[0].get("zero_stage", 1)) == 3:  # not named: stage 1 of bfloat16 parameters
             pieces = dict(_of_stage_3(folder, states, optimizers))
         else:
             pieces = dict(_of_stages_1_and_2(folder, states[0], optimizers))
@@ -121,15 +128,6 @@ def _of_stage_3(
         offset += share
     for rank, group in enumerate(groups):
         _refuse_sum(folder, rank, offset, sum(span.shape[0] for span in group))
-    for name, shape in states[0].get("frozen_param_shapes", {}).items():
-        left, spans = shape.numel(), []
-        for state in states:
-            span = state.span(state["frozen_param_fragments"][name])
-            spans += _cut([span], 0, min(left, span.shape[0]))
-            left -= span.shape[0]
-        if left > 0:
-            raise CheckpointError(f"{folder}: the pieces of {name} lack {left} of {shape.numel()} numbers")
-        yield name, _Pieces(tuple(shape), spans)
 
 
 def _of_stages_1_and_2(
@@ -150,10 +148,6 @@ def _of_stages_1_and_2(
         aligned = 2 * world
         held = sum(span.shape[0] for span in run)
         _refuse_sum(folder, group, math.ceil(offset / aligned), math.ceil(held / aligned))
-    trainable = _merged(state["param_shapes"])
-    for name, tensor in state["module"].items():
-        if name not in trainable:
-            yield name, _whole(state.span(tensor))
 
 
 def _merged(shapes: Iterable[dict[str, torch.Size]]) -> dict[str, torch.Size]:
