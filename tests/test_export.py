@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def write_run(variant: str, run: str) -> dict[str, dict[str, torch.Tensor]]:
         engine.backward(velocity.square().mean() / mesh.world_size)
         assert engine.step(1e-2)
         weights[name] = {key: safe_get_full_fp32_param(p).clone() for key, p in engine.parameters()}
-        engines[name] = engine
+        engines[name] = SimpleNamespace(engine=engine, adapter=None, ema=None)
     checkpoints.save(
         Path(run) / "checkpoints", state_of(list(engines), mesh.world_size), engines, keep_last=1
     )
