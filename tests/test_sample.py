@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -301,7 +302,7 @@ def test_a_text_and_image_model_is_sampled_with_an_image_or_without(studio, call
     assert [call["pipeline"] for call in calls] == ["WanPipeline", "WanImageToVideoPipeline"]
     (picture,) = calls[1]["images"]
     assert picture.shape == (3, 64, 96)
-    folder = studio / "ti2v" / "samples" / "step_00000000-num_frames9-bar-a-first"
+    (folder,) = (studio / "ti2v" / "samples").glob("step_00000000-num_frames9-bar-a-first-*")
     (told,) = json.loads((folder / "samples.json").read_text())
     assert (told["image"], told["last_image"]) == (image, None)
     frames, stream = read_video(folder / told["file"])
@@ -470,3 +471,13 @@ def test_a_boundary_without_a_second_transformer_means_nothing(export_dir, tmp_p
     subject = sample.of_export(sample.SampleOptions(export=str(tmp_path)))
 
     assert (subject.experts, subject.boundary) == (["all"], None)
+
+
+def test_images_of_one_name_do_not_share_a_folder(tmp_path):
+    names = set()
+    for folder in ("one", "two"):
+        image = tmp_path / folder / "0001.png"
+        options = sample.SampleOptions(run="r", prompt="a cat", image=str(image))
+        subject = mock.Mock(weights=Path("step_00000004"), defaults={})
+        names.add(sample.folder_name(subject, options))
+    assert len(names) == 2 and all(name.startswith("step_00000004-a-cat-0001-") for name in names)

@@ -90,10 +90,14 @@ def main(options: ExportOptions) -> int:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     sys.stdout.write(
-        f"{config.model.name} of {checkpoint.name}: {_bytes(experts.values()) / 1e9:.2f} GB of"
+        f"{config.model.name} of {checkpoint.name}: {_size(_bytes(experts.values()))} of"
         f" {', '.join(experts)}\n{target}\n"
     )
     return 0
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 class Cast:

@@ -7,6 +7,7 @@ Without a prompt each of a run's first training clips is made anew: from its cap
 last) frame if the model begins with images. Videos are written into the run, or beside the export.
 """
 
+import hashlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -347,8 +348,16 @@ def folder_name(subject: Subject, options: SampleOptions) -> str:
         typed = getattr(options, key)
         if typed is not None and typed != subject.defaults.get(key):
             name += f"-{key}{typed:g}" if isinstance(typed, float) else f"-{key}{typed}"
-    words = [options.prompt, *(path and Path(path).stem for path in (options.image, options.last_image))]
+    words = [options.prompt, *(_image_slug(path) for path in (options.image, options.last_image))]
     return "-".join([name, *(slug(word) for word in words if word is not None)])
+
+
+def _image_slug(path: str | None) -> str | None:
+    """The file's name, and a hash of its place: many folders have a 0001.png."""
+    if path is None:
+        return None
+    place = hashlib.blake2b(str(Path(path).resolve()).encode(), digest_size=3).hexdigest()
+    return f"{slug(Path(path).stem)[:30]}-{place}"
 
 
 if __name__ == "__main__":

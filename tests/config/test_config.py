@@ -378,6 +378,16 @@ def test_prompts_of_a_model_that_sees_images_need_one_each(image_to_video):
     assert "sampling.last_images: tiny-wan2.1-i2v-14b-480p takes no such images" in refusal(config)
 
 
+def test_a_first_and_a_last_frame_need_two():
+    typed = ["model=tiny-wan2.1-flf2v-14b", *TYPED, "data.num_frames=1"]
+    assert "data.num_frames=1: must be at least 5" in refusal(configure(parse(typed)))
+
+
+def test_what_a_distribution_refuses_is_told_like_everything_else(config):
+    config.timesteps = {"_target_": "wan_ds.flow.timesteps.Mode", "scale": 3.0}
+    assert "timesteps.scale=3.0 must lie between -1 and 1.7519" in refusal(config)
+
+
 def test_a_policy_that_chooses_needs_two_experts(config):
     config.train.experts, config.train.routing.policy = ["low_noise"], Policy.alternate
     config.train.routing.run_length = 2

@@ -209,3 +209,4 @@ def _check_open_groups(config: Config) -> None:
     ):
         if isinstance(value := groups[group].get(name), int | float):
             require(value >= 0, f"{group}.{name}", value, "at least 0")
+    targets.refuse_values("timesteps", config.timesteps)

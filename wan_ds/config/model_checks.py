@@ -96,6 +96,10 @@ def _check_images(config: Config) -> None:
         f"{wanted} for {kind.__name__} with {transformer['out_channels']} channels of latents; "
         f"another kind of model needs another model.conditioning",
     )
+    if kind.images == 2:
+        frames = config.data.num_frames
+        _require_frames = "at least 5, so that there is a last frame beside the first"
+        require(frames >= 5, "data.num_frames", frames, _require_frames)
     share = model.conditioning.get("image_share", 0.0)
     require(0 <= share <= 1, "model.conditioning.image_share", share, "a share of the clips, from 0 to 1")
     has_clip, encoder = transformer.get("image_dim") is not None, model.image_encoder.weights

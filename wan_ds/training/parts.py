@@ -13,10 +13,11 @@ from diffusers import AutoencoderKLWan
 from wan_ds.config import Config, Dtype, targets
 from wan_ds.data import preflight
 from wan_ds.data.clips import Clip, decode
+from wan_ds.data.images import read_image
 from wan_ds.data.latents import Encoded, EncodedClip
 from wan_ds.data.loader import Loader
 from wan_ds.data.readers import detect
-from wan_ds.errors import CheckpointError, ConfigError
+from wan_ds.errors import CheckpointError, ConfigError, DataError
 from wan_ds.flow.timesteps import Interval
 from wan_ds.interop import hub
 from wan_ds.models.conditioning import Conditioning
@@ -60,6 +61,16 @@ def target_of(key: str, settings: dict[str, Any]) -> Callable[..., Any]:
 def make(key: str, settings: dict[str, Any], **supplied: Any) -> Any:
     """What the target of an open group makes of its settings."""
     return target_of(key, settings)(**supplied)
+
+
+def check_images(config: Config) -> None:
+    """Raise DataError for the first image file of ``sampling`` that cannot be read, with its setting."""
+    for name in ("images", "last_images"):
+        for path in getattr(config.sampling, name) or ():
+            try:
+                read_image(path, height=config.data.height, width=config.data.width)
+            except DataError as error:
+                raise DataError(f"sampling.{name}: {error}") from error
 
 
 def read_clips(config: Config, path: str | None = None) -> list[Clip]:
@@ -140,12 +151,12 @@ def with_local_weights(config: Config) -> tuple[Config, str | None]:
 def locate_weights(config: Config) -> None:
     """Raise CheckpointError for the first component that is missing or does not fit; reads headers alone."""
     model = config.model
+    for name in config.train.experts or model.experts:
+        log.info("%s: starts from %s", name, source_of(config, name).where)
     for component in ("vae", "text_encoder", "tokenizer", "image_encoder", "image_processor"):
         weights = getattr(model, component).weights
         if weights is not None:
             locate(model.path, weights, component)
-    for name in config.train.experts or model.experts:
-        source_of(config, name)
 
 
 def source_of(config: Config, expert: str) -> Source:
