@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from tests.models.variants import ARCHITECTURES, randomised
+from tests.network import no_network
 from wan_ds import convert
 from wan_ds.convert import ConvertOptions, Format, main
 from wan_ds.errors import CheckpointError, ConfigError
@@ -50,6 +51,13 @@ VAE_22 |= {"in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor
 VAE_22 |= {"latents_mean": configs.LATENTS_MEAN_48, "latents_std": configs.LATENTS_STD_48}
 CLIP_CONFIG = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 CLIP_CONFIG |= {"patch_size": 14, "image_size": 224, "hidden_act": "gelu", "projection_dim": 16}
+
+
+@pytest.fixture(autouse=True)
+def _offline():
+    """All of it is local, so nothing may ask the network."""
+    with no_network():
+        yield
 
 
 def transformer(variant, seed=0, **changes):
