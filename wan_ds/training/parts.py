@@ -184,7 +184,7 @@ def load_encoders(config: Config, where: torch.device) -> Encoders:
     vae = load_vae(
         locate(model.path, model.vae.weights, "vae"),
         where,
-        torch.bfloat16 if model.vae.dtype is Dtype.bf16 else torch.float32,
+        _TORCH[model.vae.dtype],
         tiling=model.vae.tiling,
     )
     text = load_text_encoder(
