@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.models.variants import randomised
+from tests.network import no_network
 from tests.training import sharded
 from tests.world import World
 from wan_ds import export, streams
@@ -41,6 +42,13 @@ FOUR_RANKS = "i2v-a14b"  # the others are written by two
 SIZE = {"num_frames": 5, "height": 64, "width": 64}
 STEPS = 3  # the fewest that reach the low-noise expert at a shift of 12
 PLACES = {"all": "transformer", "high_noise": "transformer", "low_noise": "transformer_2"}
+
+
+@pytest.fixture(autouse=True)
+def _offline():
+    """All of it is local, so nothing may ask the network."""
+    with no_network():
+        yield
 
 
 def config_of(variant: str, run: str) -> Config:

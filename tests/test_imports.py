@@ -18,6 +18,7 @@ MAY_SEE_SETTINGS = {
     "training/parts",
     "training/run",
     "training/runs",
+    "training/subjects",
 }  # they turn settings into what the others are given
 MAY_IMPORT_DEEPSPEED = {"training/engine", "parallel/ulysses"}
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from PIL import Image
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from tests.models.variants import randomised
-from tests.training.bars import moving_bar, read_video
+from tests.training.bars import GUIDANCE, SIZE, TINY, moving_bar, read_video
 from wan_ds import sample, streams
 from wan_ds.config import command_line, read, to_dict
 from wan_ds.config.command_line import parse
@@ -23,17 +24,6 @@ from wan_ds.training import checkpoint as checkpoints
 from wan_ds.training import run_folder, runs
 from wan_ds.training.exported import Note
 from wan_ds.training.videos import write_video
-
-TINY = {
-    "num_attention_heads": 4,
-    "attention_head_dim": 12,
-    "text_dim": 32,
-    "freq_dim": 32,
-    "ffn_dim": 64,
-    "num_layers": 1,
-}
-SIZE = {"num_frames": 5, "height": 32, "width": 48}
-GUIDANCE = {"high_noise": 4.0, "low_noise": 3.0}
 
 
 class Held:
@@ -301,7 +291,7 @@ def test_a_text_and_image_model_is_sampled_with_an_image_or_without(studio, call
     assert [call["pipeline"] for call in calls] == ["WanPipeline", "WanImageToVideoPipeline"]
     (picture,) = calls[1]["images"]
     assert picture.shape == (3, 64, 96)
-    folder = studio / "ti2v" / "samples" / "step_00000000-num_frames9-bar-a-first"
+    (folder,) = (studio / "ti2v" / "samples").glob("step_00000000-num_frames9-bar-a-first-*")
     (told,) = json.loads((folder / "samples.json").read_text())
     assert (told["image"], told["last_image"]) == (image, None)
     frames, stream = read_video(folder / told["file"])
@@ -411,7 +401,7 @@ def test_an_export_is_sampled_as_the_run_that_it_is_of(run_dir, export_dir):
 def test_what_an_export_does_not_say_is_asked_for_and_a_note_says_it(export_dir, tmp_path):
     (tmp_path / "noted").symlink_to(export_dir)
     options = sample.SampleOptions(export=str(export_dir), prompt="bar a", steps=2)
-    subject = sample.of_export(options)
+    subject = sample.of_export(Path(options.export))
     with pytest.raises(
         ConfigError, match="guidance, num_frames, height, width, fps: not set, and .*wan_ds.json"
     ):
@@ -420,7 +410,7 @@ def test_what_an_export_does_not_say_is_asked_for_and_a_note_says_it(export_dir,
     noted = Note("mine", **SIZE, fps=16.0, steps=5, guidance=GUIDANCE)
     noted.write(export_dir)
     try:
-        settings = sample.resolve(options, sample.of_export(options))
+        settings = sample.resolve(options, sample.of_export(Path(options.export)))
     finally:
         (export_dir / "wan_ds.json").unlink()
     assert settings == sample.Settings(0, 2, GUIDANCE, 4.0, **SIZE, fps=16.0)
@@ -467,6 +457,16 @@ def test_a_boundary_without_a_second_transformer_means_nothing(export_dir, tmp_p
     for name in ("transformer", "scheduler"):
         (tmp_path / name).symlink_to(export_dir / name)
 
-    subject = sample.of_export(sample.SampleOptions(export=str(tmp_path)))
+    subject = sample.of_export(tmp_path)
 
     assert (subject.experts, subject.boundary) == (["all"], None)
+
+
+def test_images_of_one_name_do_not_share_a_folder(tmp_path):
+    names = set()
+    for folder in ("one", "two"):
+        image = tmp_path / folder / "0001.png"
+        options = sample.SampleOptions(run="r", prompt="a cat", image=str(image))
+        subject = mock.Mock(weights=Path("step_00000004"), defaults={})
+        names.add(sample.folder_name(subject, options))
+    assert len(names) == 2 and all(name.startswith("step_00000004-a-cat-0001-") for name in names)

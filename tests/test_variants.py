@@ -18,10 +18,9 @@ TASKS = {
     "wan2.1-t2v-1.3b": {"all"},
     "wan2.1-i2v-14b-480p": {"all"},
     "wan2.1-flf2v-14b": {"all"},
-    "wan2.2-t2v-a14b": {"high_noise", "low_noise"},
     "wan2.2-i2v-a14b": {"high_noise", "low_noise"},
     "wan2.2-ti2v-5b": {"all"},
-}  # the other two differ from these in numbers alone
+}  # text to video with two experts is the quickstart itself; the others differ from these in numbers alone
 
 
 def train(*typed: str) -> int:

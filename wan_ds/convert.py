@@ -5,32 +5,44 @@ python scripts/convert.py source=Wan2.2-T2V-A14B target=Wan2.2-T2V-A14B-diffuser
 
 A component is a transformer, a VAE, UMT5 or CLIP, as a folder or a file. Tensors keep their dtype and their
 bytes. The same command goes on where one was interrupted.
+
+delete_source=true removes a weights file of the source once all that it holds is in the target, on the disk
+and read back from there. A file that holds more than the target has a place for, or that is reached through a
+link, is refused before anything is written.
 """
 
-import json
 import logging
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from omegaconf import MISSING
 from tqdm import tqdm
 
 from wan_ds.config.command_line import simple_command
 from wan_ds.errors import CheckpointError, ConfigError
-from wan_ds.interop.conversion import Component, Listing, Output, outputs
+from wan_ds.interop import journal as journals
+from wan_ds.interop.conversion import Output, outputs
+from wan_ds.interop.journal import Journal, read_journal
 from wan_ds.interop.layouts import Found, find, place_of, surroundings
-from wan_ds.interop.names import Kind
-from wan_ds.interop.shards import SHARD_BYTES, bytes_of, refuse_full_disk, write_index
+from wan_ds.interop.names import some
+from wan_ds.interop.shards import (
+    SHARD_BYTES,
+    bytes_of,
+    make_folder,
+    refuse_full_disk,
+    write_index,
+    write_json,
+)
 
 logger = logging.getLogger(__name__)
 
-JOURNAL = "conversion.json"  # in the target while it is not whole
+JOURNAL = journals.NAME
 LAYOUTS = {"original": "Wan's original", "diffusers": "diffusers'"}
 
 
@@ -59,21 +71,41 @@ class ConvertOptions:
 def main(options: ConvertOptions) -> int:
     """Writes the target, and tells what it holds."""
     source, target = Path(options.source), Path(options.target)
-    _refuse_paths(source, target, options.delete_source)
-    planned = _resumed(source, target, options.format) or _planned(source, options.format)
-    if options.delete_source:
-        _refuse_links(planned)
-    if not (target / JOURNAL).is_file():
-        _begin(planned, source, target, options)
-    with _explained(target) as removed:
-        _write(planned, target, removed if options.delete_source else None)
-    (target / JOURNAL).unlink()
+    with _system_errors(f"source={source} and target={target}: cannot be looked at"):
+        _refuse_paths(source, target, options.delete_source)
+        journal = read_journal(target, source, options.format.value)
+        is_new = journal is None
+        journal = journal or _planned(source, options.format)
+        planned = Planned(journal.found, _outputs(journal.found))
+        if options.delete_source:
+            _refuse_shared(planned, source)
+            _refuse_loss(planned)
+        finished = _finished(planned, target, journal.verified if options.delete_source else None)
+    cannot = f"target={target} cannot be written"
+    with _system_errors(cannot):
+        if is_new:
+            _begin(journal, planned, target, options.delete_source)
+        with _explained(target) as removed, _system_errors(cannot):
+            if not journal.is_surrounded:
+                _surround(journal, planned, target)
+            _write(planned, target, finished, journal, removed if options.delete_source else None)
+        (target / JOURNAL).unlink()
     sys.stdout.write(f"{_summary(planned, target, removed)}\n")
     return 0
 
 
+@contextmanager
+def _system_errors(what: str) -> Iterator[None]:
+    """The system's errors, which name a path, as ours."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what}: {error}") from error
+
+
 def _refuse_paths(source: Path, target: Path, delete_source: bool) -> None:
-    if not source.exists():
+    is_begun = (target / JOURNAL).is_file()
+    if not source.exists() and not is_begun:  # a begun conversion may have removed it
         raise ConfigError(
             f"source={source}: no such file or folder (a hub name is downloaded first: hf download <name> "
             "--local-dir <folder>)"
@@ -93,8 +125,8 @@ def _refuse_paths(source: Path, target: Path, delete_source: bool) -> None:
             f"delete_source=true: source={source} and target={target} overlap; name a target outside of "
             "the source"
         )
-    is_begun = (target / JOURNAL).is_file()
-    if target.is_dir() and any(target.iterdir()) and not is_begun:
+    held = {path.name for path in target.iterdir()} if target.is_dir() else set()
+    if not is_begun and held - {f"{JOURNAL}.partial"}:
         raise ConfigError(f"target={target}: is not empty; name a folder that is new or empty")
 
 
@@ -110,7 +142,7 @@ class Planned:
         return ((output, file) for output in self.outputs for file in output.files)
 
 
-def _planned(source: Path, wanted: Format) -> Planned:
+def _planned(source: Path, wanted: Format) -> Journal:
     found = find(source)
     if found.layout == wanted.value:
         others = " or ".join(one.value for one in Format if one is not wanted)
@@ -118,97 +150,123 @@ def _planned(source: Path, wanted: Format) -> Planned:
             f"format={wanted.value}: source={source} is already in {LAYOUTS[wanted.value]} layout; "
             f"format={others} converts it"
         )
-    return Planned(found, _outputs(found))
+    return Journal(source, wanted.value, found, surroundings(found, source))
 
 
 def _outputs(found: Found) -> list[Output]:
     return [made for one in found.components for made in outputs(one, place_of(one, found), SHARD_BYTES)]
 
 
-def _refuse_links(planned: Planned) -> None:
-    """Removing a link frees nothing, and what it points to may have other owners."""
-    for component in planned.found.components:
-        for path in component.source.files:
-            if path.is_symlink():
+def _refuse_shared(planned: Planned, source: Path) -> None:
+    """A link's removal frees nothing, and what it points to may have other owners: file or folder."""
+    owners: dict[tuple[int, int], Path] = {}
+    paths = [path for component in planned.found.components for path in component.source.files]
+    for path in [path for path in paths if path.exists()]:
+        real = path.resolve()
+        if path.is_symlink() or real != source.resolve() / path.relative_to(source):
+            raise ConfigError(
+                f"delete_source=true: {path} is a link, as those of a hub cache are, or in a folder that is "
+                f"one, to {real}; only files of the source's own are removed (hf cache rm removes what was "
+                "downloaded)"
+            )
+        status = path.stat()
+        other = owners.setdefault((status.st_dev, status.st_ino), path)
+        if other != path:
+            raise ConfigError(f"delete_source=true: {other} and {path} are one file; leave delete_source out")
+
+
+def _refuse_loss(planned: Planned) -> None:
+    """A file goes whole, so all that it holds must have a place in the target."""
+    written = {one for output, file in planned.files() for one in output.sources(file)}
+    for listing in [component.source for component in planned.found.components]:
+        for path, held in listing.files.items():
+            lost = [name for name in held if (path, name) not in written] + listing.others.get(path, [])
+            if lost:
                 raise ConfigError(
-                    f"delete_source=true: {path} is a link, as those of a hub cache are; only files are "
-                    "removed (hf cache rm removes a downloaded model)"
+                    f"delete_source=true: {path} also holds {some(lost)}, for which the target has no place; "
+                    "leave delete_source out, and remove the file yourself if all of that may go"
                 )
 
 
-def _begin(planned: Planned, source: Path, target: Path, options: ConvertOptions) -> None:
-    """Everything but the weights, and last the journal, which tells a second start what is to be done."""
+def _finished(planned: Planned, target: Path, verified: set[str] | None) -> set[tuple[PurePosixPath, str]]:
+    """Folder and name of each file of the target that an interrupted conversion has written already.
+
+    With ``verified`` the sources are to be removed. Raises CheckpointError if a file is not whole, or a
+    source is gone that is still needed: to write a file, or to compare one that never was.
+    """
+    finished = set()
+    for output, file in planned.files():
+        path = target / output.folder / file
+        gone = sorted({str(source) for source, _ in output.sources(file) if not source.is_file()})
+        is_there = path.is_file()
+        if is_there:
+            output.refuse_other(target, file)
+            finished.add((output.folder, file))
+        if gone and not is_there:
+            raise CheckpointError(
+                f"{some(gone)}: not there, and {path} is still to be made of it; put it back"
+            )
+        if gone and verified is not None and str(output.folder / file) not in verified:
+            raise CheckpointError(
+                f"{path} was never compared with its source, and cannot be: {some(gone)} is gone; put it "
+                "back, or leave delete_source out. Nothing was removed"
+            )
+    return finished
+
+
+def _begin(journal: Journal, planned: Planned, target: Path, delete_source: bool) -> None:
+    """The journal before all else: it tells a second start that the target is ours and what is to be done."""
     is_new = not target.exists()
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target)
     try:
-        refuse_full_disk(target, _bytes_needed(planned, target, options.delete_source))
+        refuse_full_disk(target, _bytes_needed(planned, target, delete_source))
     except CheckpointError:
         if is_new:
             target.rmdir()
         raise
     for remark in planned.found.remarks:
         logger.warning("%s", remark)
+    journal.write(target)
+
+
+def _surround(journal: Journal, planned: Planned, target: Path) -> None:
+    """Everything but the weights."""
     for place, folder in planned.found.copies.items():
         shutil.copytree(folder, target / place, dirs_exist_ok=True)
-    for place, content in surroundings(planned.found, source).items():
-        _write_json(target / place, content)
+    for place, content in journal.surroundings.items():
+        write_json(target / place, content)
     for output in planned.outputs:
         if len(output.files) > 1:
-            (target / output.folder).mkdir(parents=True, exist_ok=True)
+            make_folder(target / output.folder)
             write_index(target / output.folder, output.stem, output.files, output.tensors)
-    journal = {
-        "source": str(source.resolve()),
-        "format": options.format.value,
-        "is_whole": planned.found.is_whole,
-        "components": [
-            {
-                "kind": component.kind,
-                "role": component.role,
-                "source": component.source.to_json(),
-                "config": component.config,
-                "prefix": component.prefix,
-            }
-            for component in planned.found.components
-        ],
-    }
-    _write_json(target / f"{JOURNAL}.partial", journal).rename(target / JOURNAL)
+    journal.is_surrounded = True
+    journal.write(target)
 
 
-def _resumed(source: Path, target: Path, wanted: Format) -> Planned | None:
-    """What an interrupted conversion of the same was to write; its source may have lost files since."""
-    if not (target / JOURNAL).is_file():
-        return None
-    journal = json.loads((target / JOURNAL).read_text(encoding="utf-8"))
-    if (journal["source"], journal["format"]) != (str(source.resolve()), wanted.value):
-        raise ConfigError(
-            f"target={target}: holds the unfinished conversion source={journal['source']} "
-            f"format={journal['format']}; finish it with those, or name another folder"
-        )
-    components = [
-        Component(
-            Kind(*one["kind"]), one["role"], Listing.from_json(one["source"]), one["config"], one["prefix"]
-        )
-        for one in journal["components"]
-    ]
-    found = Found(components, journal["is_whole"])
-    logger.info("going on with the conversion that %s holds", target)
-    return Planned(found, _outputs(found))
-
-
-def _write(planned: Planned, target: Path, removed: list[Path] | None) -> None:
-    """Write each file that is not there; with ``removed``, read it back and remove sources that are done."""
+def _write(
+    planned: Planned,
+    target: Path,
+    finished: set[tuple[PurePosixPath, str]],
+    journal: Journal,
+    removed: list[Path] | None,
+) -> None:
+    """Write each file that is not finished; with ``removed``, compare it and remove sources that are done."""
     left = _Left(planned)
+    if finished:
+        logger.info("going on with the conversion that %s holds", target)
     total = sum(bytes_of(stored) for output in planned.outputs for stored in output.tensors.values())
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
         for output, file in planned.files():
-            path = target / output.folder / file
-            bar.set_postfix_str(path.name)
-            if not path.is_file():
-                path.parent.mkdir(parents=True, exist_ok=True)
+            bar.set_postfix_str(file)
+            if (output.folder, file) not in finished:
+                make_folder(target / output.folder)
                 output.write(target, file)
             if removed is not None:
-                if all(source.is_file() for source, _ in output.sources(file)):
+                place = str(output.folder / file)
+                if place not in journal.verified:
                     output.compare(target, file)
+                    journal.verified.add(place)
+                    journal.write(target)
                 for source in left.finished_by(output, file):
                     source.unlink(missing_ok=True)
                     removed.append(source)
@@ -216,20 +274,20 @@ def _write(planned: Planned, target: Path, removed: list[Path] | None) -> None:
 
 
 class _Left:
-    """Which tensors of each source file are still to be written."""
+    """How many files of the target are still to be made of each source file."""
 
     def __init__(self, planned: Planned) -> None:
-        self._left: dict[Path, set[str]] = {}
-        for output, file in planned.files():
-            for source, name in output.sources(file):
-                self._left.setdefault(source, set()).add(name)
+        self._uses = Counter(path for output, file in planned.files() for path in _used(output, file))
 
     def finished_by(self, output: Output, file: str) -> list[Path]:
         """Source files of which nothing is left once this file is written."""
-        done = output.sources(file)
-        for source, name in done:
-            self._left[source].discard(name)
-        return sorted({source for source, _ in done if not self._left[source]})
+        used = _used(output, file)
+        self._uses.subtract(used)
+        return sorted(path for path in used if not self._uses[path])
+
+
+def _used(output: Output, file: str) -> set[Path]:
+    return {path for path, _ in output.sources(file)}
 
 
 def _bytes_needed(planned: Planned, target: Path, delete_source: bool) -> int:
@@ -257,12 +315,6 @@ def _explained(target: Path) -> Iterator[list[Path]]:
         raise CheckpointError(
             f"{error}. {target} holds what was written until then{gone}. The same command goes on from here"
         ) from error
-
-
-def _write_json(path: Path, content: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return path
 
 
 def _summary(planned: Planned, target: Path, removed: Iterable[Path]) -> str:

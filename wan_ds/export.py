@@ -157,7 +157,11 @@ def _write_whole(target: Path, config: Config, checkpoint: Path, options: Export
         name: Cast(expert_source(config, checkpoint, name, kind), dtype) for name in config.model.experts
     }
     write[options.format](target, config, experts)
-    return f"{_bytes(experts.values()) / 1e9:.2f} GB of {', '.join(experts)}"
+    return f"{_size(_bytes(experts.values()))} of {', '.join(experts)}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 class Cast:

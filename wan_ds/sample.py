@@ -7,9 +7,10 @@ Without a prompt each of a run's first training clips is made anew: from its cap
 last) frame if the model begins with images. Videos are written into the run, or beside the export.
 """
 
+import hashlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,22 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wan_ds.config import Config, Dtype
+from wan_ds.config import Config
 from wan_ds.config.command_line import simple_command
 from wan_ds.data.clips import Clip, decode
 from wan_ds.errors import ConfigError, DataError
 from wan_ds.models.encoders import decode_latents, encode_video
-from wan_ds.models.transformer import WanTransformer
 from wan_ds.training import exported, parts, shots
 from wan_ds.training.comparison import Comparison, compare, samples_table, table
-from wan_ds.training.runs import (
-    Kind,
-    component_places,
-    experts_told,
-    kind_of,
-    load_experts,
-    opened,
-)
+from wan_ds.training.runs import Kind, experts_told, opened
 from wan_ds.training.sampling import (
     Generated,
     Pipeline,
@@ -44,6 +37,7 @@ from wan_ds.training.sampling import (
     write_samples,
 )
 from wan_ds.training.shots import Shot
+from wan_ds.training.subjects import SETTINGS, Subject, of_export, of_run
 from wan_ds.training.videos import slug
 
 logger = logging.getLogger(__name__)
@@ -77,9 +71,6 @@ class SampleOptions:
     fps: float | None = None
 
 
-SETTINGS = ("seed", "steps", "guidance", "shift", "num_frames", "height", "width", "fps")
-
-
 @dataclass(frozen=True)
 class Settings:
     """How the videos are made: what was typed, else what the run or the export says."""
@@ -94,26 +85,6 @@ class Settings:
     fps: float
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is sampled, a run or an export."""
-
-    name: str  # of the model
-    weights: Path  # the checkpoint's folder, or the export's
-    kind: str  # which weights these are, where that was typed and is not what is taken anyway
-    samples: Path  # where their folder is made
-    defaults: Mapping[str, object]  # of `SETTINGS`, those that somebody said
-    experts: Sequence[str]
-    boundary: float | None
-    images: int  # that each clip needs
-    images_optional: bool
-    expand_timesteps: bool
-    is_bf16: bool  # whether the experts compute in bf16
-    components: dict[str, str]  # where each part comes from
-    load_encoders: Callable[[torch.device], parts.Encoders]
-    load_experts: Callable[[torch.device], dict[str, WanTransformer]]
-
-
 def main(options: SampleOptions) -> int:
     """Write the videos and tell where they are, of what, and how near they come to the training clips."""
     if (options.run is None) == (options.export is None):
@@ -123,8 +94,12 @@ def main(options: SampleOptions) -> int:
     config, checkpoint = (
         (None, None) if options.run is None else opened(Path(options.run), options.checkpoint)
     )
+    if config is None and options.checkpoint != "latest":
+        raise ConfigError(f"checkpoint={options.checkpoint}: an export holds one; leave it out")
+    if config is None and options.weights is not None:
+        raise ConfigError(f"weights={options.weights.name}: an export holds one kind; leave it out")
     subject = (
-        of_export(options)
+        of_export(Path(options.export))
         if config is None
         else of_run(Path(options.run), config, checkpoint, options.weights)
     )
@@ -171,60 +146,6 @@ def main(options: SampleOptions) -> int:
     return 0
 
 
-# What is sampled
-
-
-def of_run(run_dir: Path, config: Config, checkpoint: Path, typed: Kind | None) -> Subject:
-    """A run at one of its checkpoints, with the weights of this kind."""
-    kind = kind_of(config, typed)
-    model, sampling, data = config.model, config.sampling, config.data
-    conditioning = parts.conditioning_of(config)
-    return Subject(
-        name=model.name,
-        weights=checkpoint,
-        kind="" if kind is kind_of(config, None) else kind.name,
-        samples=run_dir / "samples",
-        defaults={name: getattr(sampling, name) for name in ("seed", "steps", "guidance", "shift")}
-        | {name: getattr(data, name) for name in ("num_frames", "height", "width", "fps")},
-        experts=list(model.experts),
-        boundary=model.boundary,
-        images=conditioning.images,
-        images_optional=conditioning.images_optional,
-        expand_timesteps=conditioning.expand_timesteps,
-        is_bf16=config.precision.compute_dtype is Dtype.bf16,
-        components=component_places(config, checkpoint),
-        load_encoders=partial(parts.load_encoders, config),
-        load_experts=partial(load_experts, config, checkpoint, kind=kind),
-    )
-
-
-def of_export(options: SampleOptions) -> Subject:
-    """A folder in diffusers' layout, with our note of how to sample it or without."""
-    if options.checkpoint != "latest":
-        raise ConfigError(f"checkpoint={options.checkpoint}: an export holds one; leave it out")
-    if options.weights is not None:
-        raise ConfigError(f"weights={options.weights.name}: an export holds one kind; leave it out")
-    folder = Path(options.export)
-    model = exported.describe(folder)
-    said = {name: getattr(model.note, name, None) for name in SETTINGS} | {"shift": model.shift, "seed": 0}
-    return Subject(
-        name=model.note.name or folder.resolve().name,
-        weights=folder.resolve(),
-        kind="",
-        samples=folder.resolve().parent / "samples",
-        defaults={name: value for name, value in said.items() if value is not None},
-        experts=list(model.experts),
-        boundary=model.boundary,
-        images=model.images,
-        images_optional=model.images_optional,
-        expand_timesteps=model.expand_timesteps,
-        is_bf16=torch.cuda.is_available(),
-        components={place: str(folder / place) for place in model.places},
-        load_encoders=model.load_encoders,
-        load_experts=model.load_experts,
-    )
-
-
 # How, and from what
 
 
@@ -253,19 +174,17 @@ def shots_of(
 ) -> list[Shot]:
     """What the videos are made from: what was typed, else the run's prompts, else its first clips."""
     typed = {name: [getattr(options, name)] for name in ("image", "last_image") if getattr(options, name)}
-    files = partial(shots.of_files, height=settings.height, width=settings.width)
+    size = {"height": settings.height, "width": settings.width}
     if options.prompt is not None:
         refuse_images(subject, list(typed))
-        return files([options.prompt], typed.get("image", []), typed.get("last_image", []))
+        images, last_images = typed.get("image", []), typed.get("last_image", [])
+        return shots.of_files([options.prompt], images, last_images, **size)
     if typed:
         raise ConfigError(f"{', '.join(typed)}: needs a prompt as well; type prompt=...")
     if config is None:
         raise ConfigError("prompt: not set, and an export has no training clips; type prompt=...")
-    wanted = config.sampling
-    if wanted.prompts:
-        return files(wanted.prompts, wanted.images or [], wanted.last_images or [])
-    images = subject.images if parts.conditioning_of(config).given_share > 0 else 0
-    return shots.of_clips(clips[:DEFAULT_PROMPTS], images=images, read=partial(_read, settings))
+    conditioning, read = parts.conditioning_of(config), partial(_read, settings)
+    return shots.of_settings(config.sampling, clips[:DEFAULT_PROMPTS], conditioning, read=read, **size)
 
 
 def refuse_images(subject: Subject, typed: Sequence[str]) -> None:
@@ -347,8 +266,7 @@ def _samples(
             shift=settings.shift,
             expert_calls=one.expert_calls,
             checkpoint=subject.weights.name,
-            image=shot.image and shot.image.source,
-            last_image=shot.last_image and shot.last_image.source,
+            **shot.sources,
             **numbers,
         )
         for shot, one, numbers in zip(made_from, made, found.numbers, strict=True)
@@ -362,8 +280,16 @@ def folder_name(subject: Subject, options: SampleOptions) -> str:
         typed = getattr(options, key)
         if typed is not None and typed != subject.defaults.get(key):
             name += f"-{key}{typed:g}" if isinstance(typed, float) else f"-{key}{typed}"
-    words = [options.prompt, *(path and Path(path).stem for path in (options.image, options.last_image))]
+    words = [options.prompt, *(_image_slug(path) for path in (options.image, options.last_image))]
     return "-".join([name, *(slug(word) for word in words if word is not None)])
+
+
+def _image_slug(path: str | None) -> str | None:
+    """The file's name, and a hash of its place: many folders have a 0001.png."""
+    if path is None:
+        return None
+    place = hashlib.blake2b(str(Path(path).resolve()).encode(), digest_size=3).hexdigest()
+    return f"{slug(Path(path).stem)[:30]}-{place}"
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ def main(config: Config) -> int:
         run.log.info("%s is finished: %d steps; nothing to do", config.run_dir, config.train.steps)
         run.tell_launcher(config, rank)
         return 0
+    parts.check_images(config)
     clips = parts.checked_clips(config)
     if config.evaluation.path is not None:
         parts.checked_clips(config, config.evaluation.path)

@@ -228,7 +228,7 @@ def test_one_shift_serves_training_and_sampling_unless_it_is_split():
         ("recipe=quikstart", ["did you mean quickstart?", "wan2.2-t2v-a14b-low-noise"]),
         ("+recipe=quickstart", ["without the +"]),
         ("recipe=quickstart,wan2.2-t2v-a14b", ["one option"]),
-        ("model=wan3", ["model=wan3", "quickstart, wan2.2-t2v-a14b"]),
+        ("model=wan3", ["model=wan3", "there are quickstart, tiny-wan2.1-flf2v-14b"]),
         ("parallelism=zero5", ["parallelism=zero5", "ddp, zero2, zero3, zero3_hpz, zero3_offload"]),
         ("hydra.run.dir=x", ["hydra.run.dir", "Hydra only composes"]),
         ("hydra/launcher=x", ["Hydra only composes"]),
@@ -481,7 +481,7 @@ def test_any_other_error_in_the_run_keeps_its_traceback(monkeypatch):
         (["--cfg", "job", "train.steps=7"], ["  steps: 7\n", "run_name: quickstart\n", "${model.shift}"]),
         (["--cfg=job", "--resolve"], ["run_dir: runs/quickstart\n"]),
         (["-c", "job", "seed=4"], ["seed: 4"]),
-        (["--help", "train.steps=7"], ["recipe: quickstart, wan2.2-t2v-a14b", "  train.steps=7\n"]),
+        (["--help", "train.steps=7"], ["recipe: quickstart, wan2.1-flf2v-14b", "  train.steps=7\n"]),
         (["--info"], [str(conf_dir()), "parallelism: ddp, zero2"]),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from wan_ds.config import Config, Dtype, Policy, Storage, Weights, check, read, targets, to_dict
+from wan_ds.config import Config, Dtype, Policy, Storage, Weights, check, checks, read, targets, to_dict
 from wan_ds.config.command_line import parse
 from wan_ds.config.composition import conf_dir, configure
 from wan_ds.config.foreign_keys import (
@@ -21,6 +21,7 @@ from wan_ds.config.foreign_keys import (
     ZERO_SWITCHES,
 )
 from wan_ds.errors import ConfigError
+from wan_ds.models import conditioning
 
 RECIPES = sorted(path.stem for path in (conf_dir() / "recipe").glob("*.yaml"))
 GROUPS = sorted(
@@ -366,6 +367,7 @@ def test_a_model_with_48_channels_has_the_larger_stride(config):
     check(config, 1)
     config.data.height = 720
     assert "choose 704 or 736" in refusal(config)
+    assert checks.TEMPORAL_STRIDE == conditioning.TEMPORAL_STRIDE  # said twice: a check imports no model
 
 
 @pytest.fixture(scope="module")
@@ -420,6 +422,16 @@ def test_an_adapter_chooses_its_precision_and_the_base_may_be_stored_in_8_bits()
     assert "an adapter trains in fp32" in refusal(configure(parse(typed)))
 
 
+def test_a_first_and_a_last_frame_need_two():
+    typed = ["model=tiny-wan2.1-flf2v-14b", *TYPED, "data.num_frames=1"]
+    assert "data.num_frames=1: must be at least 5" in refusal(configure(parse(typed)))
+
+
+def test_what_a_distribution_refuses_is_told_like_everything_else(config):
+    config.timesteps = {"_target_": "wan_ds.flow.timesteps.Mode", "scale": 3.0}
+    assert "timesteps.scale=3.0 must lie between -1 and 1.7519" in refusal(config)
+
+
 def test_a_policy_that_chooses_needs_two_experts(config):
     config.train.experts, config.train.routing.policy = ["low_noise"], Policy.alternate
     config.train.routing.run_length = 2
@@ -428,7 +440,7 @@ def test_a_policy_that_chooses_needs_two_experts(config):
 
 def test_the_share_of_clips_with_an_image_is_a_share():
     typed = ["model=tiny-wan2.2-ti2v-5b", *TYPED, "model.conditioning.image_share=1.5"]
-    assert "model.conditioning.image_share=1.5: must be a share" in refusal(configure(parse(typed)))
+    assert "model.conditioning.image_share=1.5: must be from 0" in refusal(configure(parse(typed)))
 
 
 def test_resume_may_name_a_folder(config, tmp_path):

@@ -161,6 +161,7 @@ def test_path_identities():
     torch.testing.assert_close(unshifted(shifted(sigma, 5.0), 5.0), sigma)
     torch.testing.assert_close(shifted(shifted(sigma, 3.0), 4.0), shifted(sigma, 12.0))  # shifts multiply
     assert timestep(torch.tensor(0.99839)).item() == pytest.approx(998.39, abs=1e-4)
+    assert timestep(torch.tensor(0.5, dtype=torch.float64)).dtype == torch.float32
 
 
 def test_bell_is_normalised_over_the_fixed_grid_and_pure():
@@ -187,6 +188,8 @@ def test_mode_is_the_sampling_of_stable_diffusion_3():
         u = torch.rand(2_000)  # theirs runs from noise to the clip
         torch.testing.assert_close(Mode(scale).quantile(1 - u.double()).float(), theirs, rtol=0, atol=1e-6)
     assert torch.equal(Mode(0.0).quantile(u), Uniform().quantile(u))
+    assert Mode().scale == 1.29  # the best of the paper's, section 5.1
+    assert Mode(1.75).quantile(torch.linspace(0, 1, 999)).max() <= 1
     for wrong in (-1.01, 1.76, math.nan):
         with pytest.raises(ValueError, match=r"timesteps\.scale="):
             Mode(wrong)

@@ -2,10 +2,11 @@
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from PIL import Image
+from safetensors.torch import save_file
 from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,
@@ -27,11 +29,14 @@ from transformers import (
 )
 
 from tests.models.variants import ARCHITECTURES, randomised
+from tests.network import no_network
 from wan_ds import convert
 from wan_ds.convert import ConvertOptions, Format, main
 from wan_ds.errors import CheckpointError, ConfigError
-from wan_ds.interop import configs, conversion, names, shards
-from wan_ds.interop.tensor_files import open_tensor_files
+from wan_ds.interop import configs, conversion, fitting, layouts, names, shards
+from wan_ds.interop.conversion import Component, Listing, Made, Output
+from wan_ds.interop.journal import read_journal
+from wan_ds.interop.tensor_files import Stamp, Stored, open_tensor_files
 
 ROOT = Path(__file__).parents[2]
 DUAL = {"t2v-a14b": "t2v", "i2v-a14b": "i2v-a14b"}  # variants with two experts: the architecture of each
@@ -46,6 +51,13 @@ VAE_22 |= {"in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor
 VAE_22 |= {"latents_mean": configs.LATENTS_MEAN_48, "latents_std": configs.LATENTS_STD_48}
 CLIP_CONFIG = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 CLIP_CONFIG |= {"patch_size": 14, "image_size": 224, "hidden_act": "gelu", "projection_dim": 16}
+
+
+@pytest.fixture(autouse=True)
+def _offline():
+    """All of it is local, so nothing may ask the network."""
+    with no_network():
+        yield
 
 
 def transformer(variant, seed=0, **changes):
@@ -200,7 +212,7 @@ def test_the_original_folder_is_laid_out_as_the_released_ones(variant, folders):
     experts = ("high_noise_model", "low_noise_model") if variant in DUAL else (".",)
     vae = "Wan2.2_VAE" if variant == "ti2v" else "Wan2.1_VAE"
     expected = {f"{expert}/{name}".removeprefix("./") for expert in experts for name in weights}
-    expected |= {f"{vae}.pth", f"{vae}.json", f"{T5}.pth", f"{T5}.json"}
+    expected |= {f"{vae}.pth", f"{vae}.json", f"{T5}.pth", f"{T5}.json", "sampling.json"}
     if variant in ("i2v", "flf2v"):
         expected |= {f"{CLIP}.pth", f"{CLIP}.json"}
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -244,6 +256,7 @@ def test_a_boundary_without_a_second_transformer_is_not_two_experts(folders, tmp
 
 def test_the_name_of_a_480p_folder_gives_its_shift(folders, tmp_path):
     source = shutil.copytree(folders("i2v") / "original", tmp_path / "Wan2.1-I2V-14B-480P")
+    (source / "sampling.json").unlink()  # as released
     target = converted(source, tmp_path / "target", "diffusers")
     assert said(target / "scheduler", "scheduler_config.json")["flow_shift"] == 3.0
 
@@ -437,7 +450,8 @@ def test_delete_source_removes_each_shard_and_keeps_what_is_no_weights(sharded, 
 
 def test_delete_source_needs_room_for_little_more_than_a_shard(sharded, tmp_path):
     source, state = sharded
-    planned = convert._planned(source, Format.diffusers)
+    found = convert._planned(source, Format.diffusers).found
+    planned = convert.Planned(found, convert._outputs(found))
     total = sum(tensor.nbytes for tensor in state.values())
     largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
     assert convert._bytes_needed(planned, tmp_path, delete_source=False) == total
@@ -457,13 +471,14 @@ def test_delete_source_removes_a_pth_file(name, tmp_path):
 
 
 def filling_up(monkeypatch, after):
-    """The disk is full once so many files are written."""
+    """The disk is full once so many weights files are written."""
     to_disk, written = shards._to_disk, []
 
     def full(file):
-        if len(written) == after:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(file)
+        if str(file.name).endswith(".safetensors.partial"):
+            if len(written) == after:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written.append(file)
         to_disk(file)
 
     monkeypatch.setattr(shards, "_to_disk", full)
@@ -520,6 +535,309 @@ def test_a_file_that_reads_back_differently_keeps_its_source(sharded, tmp_path, 
     assert files_of(source) == before
 
 
+def planned_of(*paths):
+    """A conversion of files with a tensor each, as far as its sources are looked at."""
+    components = []
+    for number, path in enumerate(paths):
+        listing = Listing(
+            str(path), {f"{number}": Stored((2,), torch.float32)}, {path: [f"{number}"]}, {}, {}
+        )
+        components.append(Component(names.Kind("vae", "original"), f"{number}", listing, {}))
+    return convert.Planned(layouts.Found(components, True), [])
+
+
+def of_one_tensor(path):
+    """Three tensors made of a source's one, in a file each."""
+    path.touch()
+    status = path.stat()
+    listing = Listing(
+        str(path), {"all": Stored((6,), torch.float32)}, {path: ["all"]}, {path: Stamp.of(status)}, {}
+    )
+    made = {part: Made(Stored((2,), torch.float32), ("all",), lambda found: found[0][:2]) for part in "qkv"}
+    return Output(PurePosixPath("."), "m", listing, made, max_bytes=8)
+
+
+def test_a_source_is_done_with_when_the_last_file_made_of_it_is(tmp_path):
+    output = of_one_tensor(tmp_path / "source.pth")
+    left = convert._Left(convert.Planned(layouts.Found([], True), [output]))
+    finished = [left.finished_by(output, file) for file in output.files]
+    assert finished == [[], [], [tmp_path / "source.pth"]]
+
+
+def test_a_clip_is_removed_after_the_last_of_its_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "SHARD_BYTES", 2_000)  # query, key and value in files of their own
+    model, _ = clip_folder(tmp_path / "clip")
+    source = tmp_path / "clip" / f"{CLIP}.pth"
+    unlink, there = Path.unlink, []
+
+    def noting(path, **options):
+        if path == source:
+            there.extend(open_tensor_files(tmp_path / "target").tensors)
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", noting)
+    target = converted(tmp_path / "clip", tmp_path / "target", "diffusers", delete_source=True)
+    assert not source.exists() and set(there) == {f"vision_model.{name}" for name in model.state_dict()}
+    found = {name.removeprefix("vision_model."): tensor for name, tensor in tensors_at(target).items()}
+    assert same(found, model.state_dict())
+
+
+MORE = {
+    "another state": (
+        lambda state, folder: torch.save({"state_dict": state, "ema": state, "step": 7}, folder / "a.pth"),
+        "also holds ema, step, for which the target has no place",
+    ),
+    "notes in the header": (
+        lambda state, folder: save_file(
+            state, folder / "a.safetensors", metadata={"format": "pt", "by": "me"}
+        ),
+        "also holds __metadata__.by, for which",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MORE)
+def test_a_file_that_holds_more_than_is_written_is_not_removed(what, tiny, tmp_path):
+    make, words = MORE[what]
+    source = tmp_path / "source"
+    source.mkdir()
+    make(tensors_at(tiny / "original"), source)
+    shutil.copy(tiny / "original" / "config.json", source)
+    before = files_of(source)
+    with pytest.raises(ConfigError, match=rf"delete_source=true: \S+a\.\w+ {words}"):
+        converted(source, tmp_path / "new", "diffusers", delete_source=True)
+    assert files_of(source) == before and not (tmp_path / "new").exists()
+    target = converted(source, tmp_path / "new", "diffusers")
+    assert same(tensors_at(target), tensors_at(tiny / "diffusers"))
+
+
+def test_a_tensor_that_no_file_of_the_target_takes_keeps_its_source(tmp_path):
+    model = image_encoder()
+    state = model.state_dict() | {"embeddings.position_ids": torch.arange(257)[None]}
+    (tmp_path / "clip").mkdir()
+    torch.save(state, tmp_path / "clip" / "pytorch_model.bin")
+    (tmp_path / "clip" / "config.json").write_text(model.config.to_json_string())
+    with pytest.raises(ConfigError, match="also holds embeddings.position_ids, for which"):
+        converted(tmp_path / "clip", tmp_path / "new", "original", delete_source=True)
+
+
+def _files(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    return [root / name for name in names]
+
+
+def test_files_in_a_linked_folder_or_listed_twice_are_not_removed(tmp_path):
+    pipe = tmp_path / "pipe"
+    own, _ = _files(tmp_path, "pipe/transformer/a.bin", "shared/vae/a.bin")
+    (pipe / "vae").symlink_to(tmp_path / "shared" / "vae")
+    (pipe / "transformer_2").symlink_to(pipe / "transformer")
+    convert._refuse_shared(planned_of(own), pipe)
+    for folder in ("vae", "transformer_2"):
+        with pytest.raises(
+            ConfigError, match=rf"{folder}/a.bin is a link, .* or in a folder that is one, to "
+        ):
+            convert._refuse_shared(planned_of(own, pipe / folder / "a.bin"), pipe)
+    with pytest.raises(ConfigError, match=r"is a link, .* to \S+shared/vae/a.bin"):  # through an index
+        convert._refuse_shared(planned_of(pipe / "transformer" / ".." / ".." / "shared/vae/a.bin"), pipe)
+    os.link(own, pipe / "transformer" / "same.bin")
+    with pytest.raises(ConfigError, match="a.bin and .*same.bin are one file"):
+        convert._refuse_shared(planned_of(own, pipe / "transformer" / "same.bin"), pipe)
+    (tmp_path / "name").symlink_to(pipe)  # the source as typed may be a link to a folder
+    convert._refuse_shared(planned_of(tmp_path / "name" / "transformer" / "a.bin"), tmp_path / "name")
+
+
+def test_a_pipeline_with_a_linked_part_loses_nothing(folders, tmp_path):
+    source = shutil.copytree(folders("t2v") / "diffusers", tmp_path / "pipe")
+    (source / "vae").rename(tmp_path / "shared")
+    (source / "vae").symlink_to(tmp_path / "shared")
+    with pytest.raises(ConfigError, match="vae/diffusion_pytorch_model.safetensors is a link"):
+        converted(source, tmp_path / "new", "original", delete_source=True)
+    assert (tmp_path / "shared" / "diffusion_pytorch_model.safetensors").is_file()
+
+
+def test_what_is_removed_was_on_the_disk_by_content_and_name_and_read_from_there(tiny, tmp_path, monkeypatch):
+    source = shutil.copytree(tiny / "original", tmp_path / "source")
+    target = tmp_path / "new" / "target"
+    weights, events = "diffusion_pytorch_model.safetensors", []
+    fsync, replace, unlink, advise = os.fsync, os.replace, Path.unlink, os.posix_fadvise
+
+    def place(descriptor):
+        return os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)
+
+    def noting(what, call, name):
+        def called(*arguments, **options):
+            events.append((what, name(*arguments)))
+            return call(*arguments, **options)
+
+        return called
+
+    monkeypatch.setattr(os, "fsync", noting("sync", fsync, place))
+    monkeypatch.setattr(os, "replace", noting("name", replace, lambda _, path: path.name))
+    monkeypatch.setattr(Path, "unlink", noting("remove", unlink, lambda path: path.name))
+    monkeypatch.setattr(os, "posix_fadvise", noting("forget", advise, lambda fd, *_: place(fd)))
+    converted(source, target, "diffusers", delete_source=True)
+    held = [event for event in events if "conversion" not in event[1] and "config" not in event[1]]
+    first = held.index(("sync", f"new/target/{weights}.partial"))
+    assert {("sync", "."), ("sync", "new")} <= set(held[:first])  # the names of the folders
+    assert held[first + 1 : first + 3] == [("name", weights), ("sync", "new/target")]
+    assert ("forget", f"new/target/{weights}") in held[first + 3 : held.index(("remove", weights))]
+    assert os.POSIX_FADV_DONTNEED == 4  # of Linux, and what is asked for below
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: asked.append(arguments[1:]))
+    shards.leave_memory(target / weights)
+    assert asked == [(0, 0, os.POSIX_FADV_DONTNEED)]
+
+
+def interrupted(sharded, tmp_path, monkeypatch, after=3, delete_source=False):
+    """An unfinished conversion: source, target, and the files that are written."""
+    source, _ = sharded
+    with monkeypatch.context() as patch:
+        filling_up(patch, after)
+        with pytest.raises(CheckpointError, match="No space left"):
+            converted(source, tmp_path / "target", "diffusers", delete_source=delete_source)
+    return source, tmp_path / "target", sorted((tmp_path / "target").glob("*.safetensors"))
+
+
+def test_a_file_that_was_never_compared_and_cannot_be_costs_no_source(sharded, tmp_path, monkeypatch):
+    source, target, written = interrupted(sharded, tmp_path, monkeypatch)
+    assert json.loads((target / convert.JOURNAL).read_text())["verified"] == []
+    lost = sorted(source.glob("*.safetensors"))[0]
+    lost.rename(tmp_path / "lost")
+    before = files_of(source)
+    with pytest.raises(CheckpointError, match=rf"{written[0].name} was never compared .*{lost.name} is gone"):
+        converted(source, target, "diffusers", delete_source=True)
+    assert files_of(source) == before
+    (tmp_path / "lost").rename(lost)
+    converted(source, target, "diffusers", delete_source=True)
+    assert same(tensors_at(target), sharded[1])
+
+
+def test_a_compared_file_is_known_as_such_to_the_next_start(sharded, tmp_path, monkeypatch):
+    source, target, written = interrupted(sharded, tmp_path, monkeypatch, delete_source=True)
+    journal = json.loads((target / convert.JOURNAL).read_text())
+    assert journal["verified"] == [path.name for path in written]
+    compared = []
+    compare = Output.compare
+    monkeypatch.setattr(Output, "compare", lambda *args: (compared.append(args[2]), compare(*args)))
+    converted(source, target, "diffusers", delete_source=True)
+    assert compared and not set(compared) & {path.name for path in written}
+
+
+def test_a_conversion_that_removed_its_source_and_was_not_ended_is_ended(tiny, tmp_path, monkeypatch):
+    source = tmp_path / "source.safetensors"
+    state = tensors_at(tiny / "original")
+    save_file({f"diffusion_model.{name}": tensor for name, tensor in state.items()}, source)
+    shutil.copy(tiny / "original" / "config.json", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "JOURNAL", "another")  # the unlinking of which fails
+        with pytest.raises(CheckpointError, match="No such file .*another"):
+            converted(source, tmp_path / "target", "diffusers", delete_source=True)
+    assert not source.exists() and (tmp_path / "target" / convert.JOURNAL).is_file()
+    target = converted(source, tmp_path / "target", "diffusers", delete_source=True)
+    assert not (target / convert.JOURNAL).exists()
+    assert same(tensors_at(target), tensors_at(tiny / "diffusers"))
+
+
+def test_a_source_that_is_needed_and_gone_is_named(sharded, tmp_path, monkeypatch):
+    source, target, _ = interrupted(sharded, tmp_path, monkeypatch, after=0)
+    lost = sorted(source.glob("*.safetensors"))[-1]
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=rf"{lost.name}: not there, and \S+ is still to be made of it"):
+        converted(source, target, "diffusers")
+
+
+def test_a_source_that_changed_meanwhile_is_not_gone_on_with(sharded, tmp_path, monkeypatch):
+    source, target, _ = interrupted(sharded, tmp_path, monkeypatch)
+    changed = sorted(source.glob("*.safetensors"))[-1]
+    os.utime(changed, ns=(0, changed.stat().st_mtime_ns + 1))
+    with pytest.raises(
+        CheckpointError, match=rf"{changed.name} is not the file that the conversion began with"
+    ):
+        converted(source, target, "diffusers")
+
+
+def test_a_finished_file_that_is_not_whole_is_not_gone_on_with(sharded, tmp_path, monkeypatch):
+    source, target, written = interrupted(sharded, tmp_path, monkeypatch)
+    whole = written[1].read_bytes()
+    written[1].write_bytes(whole[:-9])
+    with pytest.raises(CheckpointError, match=rf"{written[1].name} is truncated.* Remove it, and the same"):
+        converted(source, target, "diffusers")
+    written[1].write_bytes(whole)
+    state = tensors_at(written[1])
+    other = next(iter(state))
+    for wrong in (
+        {name: tensor for name, tensor in state.items() if name != other},
+        state | {other: state[other].to(torch.float16)},
+        state | {other: state[other].new_zeros(3)},
+        state | {"more": torch.ones(1)},
+    ):
+        save_file(wrong, written[1])
+        with pytest.raises(
+            CheckpointError, match=rf"{written[1].name} is not what was written here: \S+ differ"
+        ):
+            converted(source, target, "diffusers")
+    written[1].unlink()
+    converted(source, target, "diffusers")
+    assert same(tensors_at(target), sharded[1])
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+def test_an_interruption_before_the_weights_is_gone_on_from(failure, folders, tmp_path, monkeypatch):
+    source, target = folders("t2v") / "original", tmp_path / "target"
+
+    def fails(*arguments, **options):
+        raise failure
+
+    expected = CheckpointError if isinstance(failure, OSError) else KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(convert.shutil, "copytree", fails)
+        with pytest.raises(expected) as error:
+            converted(source, target, "diffusers")
+    if expected is CheckpointError:
+        assert f"target={target} cannot be written: [Errno 28]" in str(error.value)
+        assert "The same command goes on from here" in str(error.value)
+    assert [path.name for path in target.iterdir()] == [convert.JOURNAL]
+    converted(source, target, "diffusers")
+    whole = folders("t2v") / "back"
+    files = [{path.relative_to(top) for path in top.rglob("*")} for top in (target, whole)]
+    assert files[0] == files[1]
+    assert all(
+        (target / file).read_bytes() == (whole / file).read_bytes() for file in files[0] if file.suffix
+    )
+
+
+def test_a_half_written_journal_does_not_make_the_target_somebody_elses(tiny, tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / f"{convert.JOURNAL}.partial").write_text("{")
+    target = converted(tiny / "original", tmp_path / "new", "diffusers")
+    assert {path.name for path in target.iterdir()} == {"config.json", "diffusion_pytorch_model.safetensors"}
+
+
+BROKEN = {
+    "nothing": lambda whole: "",
+    "a list": lambda whole: "[1, 2]",
+    "an empty object": lambda whole: "{}",
+    "half of it": lambda whole: whole[: len(whole) // 2],
+    "no components": lambda whole: json.dumps(json.loads(whole) | {"components": []}),
+    "components of numbers": lambda whole: json.dumps(json.loads(whole) | {"components": [3]}),
+    "a dtype that is none": lambda whole: whole.replace("bfloat16", "nn"),
+    "a number of files": lambda whole: json.dumps(json.loads(whole) | {"verified": 3}),
+}
+
+
+def test_a_broken_journal_is_an_error_that_names_it(sharded, tmp_path, monkeypatch):
+    source, target, _ = interrupted(sharded, tmp_path, monkeypatch, after=0)
+    whole = (target / convert.JOURNAL).read_text()
+    assert read_journal(target, source, "diffusers").found.components
+    for what, change in BROKEN.items():
+        (target / convert.JOURNAL).write_text(change(whole))
+        with pytest.raises(CheckpointError, match=rf"target/{convert.JOURNAL} is no journal of a conversion"):
+            read_journal(target, source, "diffusers")
+            pytest.fail(what)
+
+
 def test_an_unfinished_target_is_not_gone_on_with_by_another_command(sharded, tmp_path, monkeypatch):
     source, _ = sharded
     with monkeypatch.context() as patch:
@@ -574,6 +892,14 @@ def test_a_command_that_makes_no_sense_is_refused(tiny, source, target, layout, 
     with pytest.raises(ConfigError, match=message):
         converted(tiny / source, tiny / target, layout, delete_source=delete_source)
     assert sorted(tiny.rglob("*")) == before
+
+
+def test_a_target_that_cannot_be_made_is_named(tiny, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for target in (tmp_path / "file" / "new", tmp_path / "dangling", Path("/proc/new")):
+        with pytest.raises(CheckpointError, match=rf"target={target} cannot be written: .*{target.name}"):
+            converted(tiny / "original", target, "diffusers")
 
 
 def test_a_target_inside_the_source_is_fine_while_nothing_is_removed(tiny, tmp_path):
@@ -648,6 +974,46 @@ def test_heads_that_nothing_tells_are_asked_for(tiny, tmp_path):
         converted(tmp_path / "clip", tmp_path / "new", "diffusers")
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[1, 2]", r"config.json is no readable JSON object: it holds \[1, 2\]"),
+        ('{"num_heads": "x"}', "says num_heads='x', which is no number of equal parts of .* 48"),
+        ('{"num_heads": -2}', "says num_heads=-2, which is no number of equal parts"),
+        ('{"num_heads": 48, "eps": "x"}', "says eps='x'; it is a number above 0, 1e-06"),
+        ('{"num_heads": 48}', "no transformer can be built from the configuration"),  # of one number each
+        ('{"num_heads": 4, "dim": 96}', "of another model: dim 96 in config.json and 48 in the tensors"),
+        (
+            '{"_class_name": "AutoencoderKLWan", "num_heads": 4}',
+            "width of 48 is not a number of heads of 128",
+        ),
+        ('{"model_type": "umt5", "num_heads": 4}', "width of 48 is not a number of heads of 128"),
+    ],
+)
+def test_a_configuration_beside_that_cannot_be_the_tensors_own_is_refused(content, words, tiny, tmp_path):
+    shutil.copy(tiny / "original" / "diffusion_pytorch_model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=words) as error:
+        layouts.component_at(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_an_encoders_configuration_beside_is_believed_if_it_is_one(tmp_path):
+    model, _ = clip_folder(tmp_path / "clip")
+    note = tmp_path / "clip" / f"{CLIP}.json"
+    assert layouts.component_at(tmp_path / "clip").config["num_attention_heads"] == 2
+    ours = json.loads(note.read_text())
+    for content, words in (
+        (ours | {"model_type": "siglip_vision_model"}, "width of 24 is not a number of heads of 80"),
+        (ours | {"num_attention_heads": 5}, "no image_encoder can be built from the configuration beside"),
+        ({"config": [1], "prefix": ""}, r"the note beside is none that a conversion writes: .*config=\[1\]"),
+        ({"config": ours, "prefix": 3}, "the note beside is none that a conversion writes: prefix=3"),
+    ):
+        note.write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=words):
+            layouts.component_at(tmp_path / "clip")
+
+
 def test_latents_of_unknown_statistics_are_refused(tmp_path):
     two_levels = {"dim_mult": [1, 1], "temperal_downsample": [True]}
     randomised(AutoencoderKLWan(base_dim=3, z_dim=4, **two_levels)).save_pretrained(tmp_path / "diffusers")
@@ -686,6 +1052,118 @@ def test_half_a_model_is_refused(folders, tmp_path):
         CheckpointError, match="laid out as diffusers' pipelines are, but has no transformer/"
     ):
         converted(source, tmp_path / "new", "original")
+
+
+def architecture(variant, **changes):
+    return dict(WanTransformer3DModel(**ARCHITECTURES[variant]).config) | changes
+
+
+def test_parts_that_are_of_two_models_are_refused():
+    t2v, i2v = ("one", architecture("t2v")), ("other", architecture("i2v-a14b"))
+    fits = {"vae": ("vae", {"z_dim": 16}), "text_encoder": ("text", {"d_model": 32})}
+    fitting.refuse_mixture(
+        {"transformer": t2v, "transformer_2": ("other", t2v[1] | {"_class_name": "X"})} | fits
+    )
+    with pytest.raises(CheckpointError, match="one and other are no two experts .* in_channels 16 and 36"):
+        fitting.refuse_mixture({"transformer": t2v, "transformer_2": i2v})
+    with pytest.raises(CheckpointError, match=r"v is not the vae of one: channels .* 48 there .* and 16 in"):
+        fitting.refuse_mixture({"transformer": t2v, "vae": ("v", {"z_dim": 48})})
+    with pytest.raises(CheckpointError, match="t is not the text_encoder of one: .* 4096 there .* 32 in"):
+        fitting.refuse_mixture({"transformer": t2v, "text_encoder": ("t", {"d_model": 4096})})
+    with pytest.raises(CheckpointError, match="c is not the image_encoder of two: .* 1280 there .* 24 in"):
+        fitting.refuse_mixture(
+            {"transformer": ("two", architecture("i2v")), "image_encoder": ("c", {"hidden_size": 1280})}
+        )
+    with pytest.raises(CheckpointError, match="v is not the vae of two: .* 16 there .* 48 in"):  # by default
+        fitting.refuse_mixture({"transformer": ("two", architecture("ti2v")), "vae": ("v", {})})
+
+
+def test_a_folder_of_two_models_is_refused_in_both_layouts(folders, tmp_path):
+    for layout in ("diffusers", "original"):
+        source = shutil.copytree(folders("t2v") / layout, tmp_path / layout)
+        for path in (folders("ti2v") / layout).glob("*VAE*"):
+            shutil.copy(path, source)
+        if layout == "diffusers":
+            shutil.rmtree(source / "vae")
+            shutil.copytree(folders("ti2v") / layout / "vae", source / "vae")
+        else:
+            (source / "Wan2.1_VAE.pth").unlink()
+        with pytest.raises(CheckpointError, match="is not the vae of .*: channels of the latents, 48 there"):
+            layouts.find(source)
+
+
+def test_the_index_of_a_pipeline_and_its_folders_agree_on_the_experts(folders, tmp_path):
+    source = shutil.copytree(folders("t2v-a14b") / "diffusers", tmp_path / "source")
+    assert layouts.find(source).is_dual
+    (source / "transformer_2").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"model_index.json names transformer_2, and there is no"):
+        layouts.find(source)
+    (tmp_path / "elsewhere").rename(source / "transformer_2")
+    index = said(source, "model_index.json")
+    (source / "model_index.json").write_text(json.dumps(index | {"transformer_2": [None, None]}))
+    with pytest.raises(
+        CheckpointError, match="has transformer_2/, and model_index.json names no transformer_2"
+    ):
+        layouts.find(source)
+    (source / "model_index.json").write_text("[1, 2]")
+    with pytest.raises(CheckpointError, match="model_index.json is no readable JSON object"):
+        layouts.find(source)
+
+
+# ---- how it is sampled -----------------------------------------------------------------------------------
+
+
+def change(path, **settings):
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def test_a_models_own_sampling_goes_there_and_back_and_is_remarked_upon(folders, tmp_path):
+    source = shutil.copytree(folders("t2v-a14b") / "diffusers", tmp_path / "source")
+    assert layouts.find(source).remarks == []  # the official ones need no remark
+    change(source / "scheduler" / "scheduler_config.json", flow_shift=7.5, solver_order=3)
+    change(source / "model_index.json", boundary_ratio=0.8)
+    found = layouts.find(source)
+    assert [
+        "samples with flow_shift 7.5, Wan's original code with its own 12.0" in found.remarks[0],
+        "samples with boundary_ratio 0.8, Wan's original code with its own 0.875" in found.remarks[1],
+    ] == [True, True]
+    note = layouts.surroundings(found, source)[PurePosixPath("sampling.json")]
+
+    original = shutil.copytree(folders("t2v-a14b") / "original", tmp_path / "original")
+    (original / "sampling.json").write_text(json.dumps(note))
+    files = layouts.surroundings(layouts.find(original), original)
+    expected = json.loads((source / "scheduler" / "scheduler_config.json").read_text())
+    assert files[PurePosixPath("scheduler/scheduler_config.json")] == expected
+    assert files[PurePosixPath("model_index.json")]["boundary_ratio"] == 0.8
+
+
+def test_a_scheduler_and_an_image_processor_of_another_kind_come_back_too(folders):
+    source = folders("flf2v") / "original"
+    found = layouts.find(source)
+    assert found.sampling["image_processor"]["do_center_crop"] is True
+    found.sampling["image_processor"] = {"do_center_crop": False}
+    found.sampling["scheduler"] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 4.0}
+    files = layouts.surroundings(found, source)
+    assert files[PurePosixPath("image_processor/preprocessor_config.json")] == {"do_center_crop": False}
+    assert files[PurePosixPath("scheduler/scheduler_config.json")]["shift"] == 4.0
+    index = files[PurePosixPath("model_index.json")]
+    assert index["scheduler"] == ["diffusers", "FlowMatchEulerDiscreteScheduler"]
+
+
+@pytest.mark.parametrize(
+    ("note", "words"),
+    [
+        ({"scheduler": {"flow_shift": -1}}, "sampling.json: flow_shift is -1; it is a number above 0"),
+        ({"scheduler": {"flow_shift": "x"}}, "sampling.json: flow_shift is 'x'"),
+        ({"boundary_ratio": 875}, "sampling.json: boundary_ratio is 875; it is a number between 0 and 1"),
+        ({"scheduler": 3}, "sampling.json: scheduler is 3"),
+        ([1], r"sampling.json is no readable JSON object: it holds \[1\]"),
+    ],
+)
+def test_a_note_of_sampling_that_cannot_be_is_refused(note, words, tmp_path):
+    (tmp_path / "sampling.json").write_text(json.dumps(note))
+    with pytest.raises(CheckpointError, match=words):
+        layouts.sampling_notes.of_original(tmp_path, True)
 
 
 # ---- the command -----------------------------------------------------------------------------------------

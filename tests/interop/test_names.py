@@ -1,5 +1,7 @@
 """The name maps against names written out by hand, diffusers' own converters, and the published counts."""
 
+import json
+
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
@@ -12,8 +14,9 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5Enco
 from tests.models.variants import ARCHITECTURES
 from wan_ds.errors import CheckpointError
 from wan_ds.interop import names
-from wan_ds.interop.configs import original_transformer_config, transformer_config
+from wan_ds.interop.configs import TEXT_TOKENS, original_transformer_config, transformer_config
 from wan_ds.interop.tensor_files import Stored
+from wan_ds.models.tokens import TEXT_LENGTH
 
 # The original FLF2V's names without blocks.1 and on: the other variants have some of these.
 GOLDEN_ROOT = """
@@ -125,6 +128,52 @@ def test_every_released_size_has_its_tensors_and_parameters(variant):
     full |= {"pos_embed_seq_len": None, "patch_size": [1, 2, 2], "cross_attn_norm": True} | architecture
     assert {key: derived[key] for key in full} == full
     assert sum(held.numel() for held in expected.values()) == parameters
+
+
+def tiny_transformer(variant):
+    state = meta(WanTransformer3DModel, ARCHITECTURES[variant])
+    return {name: Stored(tuple(held.shape), held.dtype) for name, held in state.items()}
+
+
+@pytest.mark.parametrize("variant", ARCHITECTURES)
+def test_a_transformers_own_configuration_beside_is_believed_in_either_layout(variant):
+    tensors = tiny_transformer(variant)
+    own = json.loads(json.dumps(dict(WanTransformer3DModel(**ARCHITECTURES[variant]).config)))
+    derived = transformer_config(tensors, own)
+    assert (derived["num_attention_heads"], derived["attention_head_dim"]) == (4, 12)
+    original = original_transformer_config(derived)
+    assert transformer_config(tensors, original) == derived
+    assert transformer_config(tensors, original | {"eps": 1e-5})["eps"] == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("beside", "words"),
+    [
+        ({"num_heads": 4, "dim": 96}, "dim 96 in config.json and 48 in the tensors"),
+        ({"num_heads": 4, "num_layers": 30}, "num_layers 30 in config.json and 2 in the tensors"),
+        ({"num_heads": 4, "ffn_dim": 8960}, "ffn_dim 8960 in config.json and 64 in the tensors"),
+        ({"num_heads": 4, "in_dim": 36}, "in_dim 36 in config.json and 16 in the tensors"),
+        ({"num_attention_heads": 4, "in_channels": 36}, "in_channels 36 in config.json and 16 in"),
+        ({"num_attention_heads": 4, "attention_head_dim": 128}, "attention_head_dim 128 in .* and 12 in"),
+        (
+            {"num_attention_heads": 4, "patch_size": [1, 4, 4]},
+            r"patch_size \[1, 4, 4\] in .* and \[1, 2, 2\]",
+        ),
+        ({"num_attention_heads": 4, "image_dim": 1280}, "image_dim 1280 in config.json and None in"),
+        ({"num_heads": 4, "out_dim": 48, "text_dim": 4096}, "out_dim 48 in .*; text_dim 4096 in"),
+        *(({"num_heads": value}, f"num_heads={value!r}") for value in ("x", -2, 2.5, 5, True)),
+        *(({"num_attention_heads": value}, f"num_attention_heads={value!r}") for value in ("4", 0)),
+        *(({"num_heads": 4, "eps": value}, f"eps={value!r}; it is a number") for value in ("x", -1.0, True)),
+        ({"num_heads": 4, "rope_max_seq_len": 1.5}, "rope_max_seq_len=1.5; .* whole, 1024 in"),
+    ],
+)
+def test_a_configuration_that_was_meant_for_other_tensors_is_refused(beside, words):
+    with pytest.raises(CheckpointError, match=f"weights.pth: the config.json beside .*{words}"):
+        transformer_config(tiny_transformer("t2v"), beside, "weights.pth")
+
+
+def test_a_text_has_as_many_slots_in_a_configuration_as_in_the_model():
+    assert TEXT_TOKENS == TEXT_LENGTH
 
 
 @pytest.mark.parametrize("variant", ARCHITECTURES)

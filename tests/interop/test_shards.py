@@ -2,12 +2,16 @@
 
 import errno
 import json
+import os
 import re
 import shutil
+import stat
 import struct
 import tracemalloc
 import zipfile
 from collections import namedtuple
+from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -202,6 +206,43 @@ def test_a_disk_that_fills_up_leaves_no_file_and_says_what_was_needed(tmp_path):
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "model.pth"))):
         write_state_dict(tmp_path / "model.pth", stored(tensors), fails_at(tensors, "layer.3.weight"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["new/folder/model.safetensors", "new/folder/model.pth"])
+def test_content_and_names_are_on_the_disk_when_a_file_is_written(tmp_path, monkeypatch, name):
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def syncing(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path).as_posix())
+        fsync(descriptor)
+
+    def replacing(old, new):
+        events.append("replace")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(os, "replace", replacing)
+    write = write_state_dict if name.endswith("pth") else shards.write_safetensors
+    shards.make_folder((tmp_path / name).parent)
+    write(tmp_path / name, stored(TENSORS), reading(TENSORS))
+    assert events == [".", "new", f"{name}.partial", "replace", "new/folder"]
+
+
+@pytest.mark.parametrize(("number", "is_error"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_system_that_syncs_no_folders_is_no_error_and_a_failing_disk_is(
+    tmp_path, monkeypatch, number, is_error
+):
+    fsync = os.fsync
+
+    def failing(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, "of a folder")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(CheckpointError, match="of a folder") if is_error else nullcontext():
+        write_state_dict(tmp_path / "model.pth", stored(TENSORS), reading(TENSORS))
+    assert same(torch.load(tmp_path / "model.pth", weights_only=True), TENSORS)
 
 
 def test_torchs_own_error_of_a_full_disk_is_explained_too(tmp_path, monkeypatch):

@@ -1,16 +1,18 @@
 """Tensors in other people's files, against safetensors' and torch's own readers."""
 
 import json
+import os
 import struct
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import _TYPES as TYPES_OF_SAFETENSORS
 from safetensors.torch import load_file, save_file
 
 from wan_ds.errors import CheckpointError
 from wan_ds.interop import tensor_files
-from wan_ds.interop.tensor_files import Renamed, Stored, open_tensor_files
+from wan_ds.interop.tensor_files import Renamed, Span, Stored, open_tensor_files, read_object, read_spans
 
 RNG = torch.Generator().manual_seed(0)
 TENSORS = {
@@ -91,6 +93,35 @@ def test_a_state_dict_that_torch_saved_is_read_as_torch_reads_it(tmp_path, suffi
     }
     torch.save({"state_dict": TENSORS}, path)
     assert same(open_tensor_files(tmp_path).read(TENSORS), TENSORS)
+
+
+def test_what_a_file_holds_beside_its_tensors_is_told(tmp_path):
+    torch.save({"state_dict": TENSORS, "ema": TENSORS, "step": 7}, tmp_path / "more.pth")
+    save_file(TENSORS, tmp_path / "more.safetensors", metadata={"format": "pt", "by": "me"})
+    save_file(TENSORS, tmp_path / "plain.safetensors", metadata={"format": "pt"})
+    torch.save({"state_dict": TENSORS}, tmp_path / "plain.pth")
+    told = {path.name: open_tensor_files(path).others.get(path) for path in sorted(tmp_path.iterdir())}
+    assert told == {
+        "more.pth": ["ema", "step"],
+        "more.safetensors": ["__metadata__.by"],
+        "plain.pth": None,
+        "plain.safetensors": None,
+    }
+
+
+def test_dtypes_are_called_as_safetensors_calls_them():
+    assert len(tensor_files.DTYPES) == 12 and tensor_files.DTYPES.items() <= TYPES_OF_SAFETENSORS.items()
+
+
+def test_an_object_is_read_and_nothing_else_is(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    assert read_object(tmp_path / "a.json") == {"a": 1}
+    for content in (b"[1, 2]", b"3", b"", b"{", b"\xff"):
+        (tmp_path / "a.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match="a.json is no readable JSON object"):
+            read_object(tmp_path / "a.json")
+    with pytest.raises(CheckpointError, match="b.json is no readable JSON object: .*No such file"):
+        read_object(tmp_path / "b.json")
 
 
 @pytest.mark.parametrize("prefix", ["model.diffusion_model.", "diffusion_model."])
@@ -197,6 +228,17 @@ ONE_FILE = {
         lambda path: torch.save({"weight": torch.ones(1), "step": 3}, path),
         r"is no dict of tensors by name \(step is no tensor\)",
     ),
+    "a state dict a level down": (
+        "a.pth",
+        lambda path: torch.save({"model": TENSORS, "optimizer": {"step": 3}}, path),
+        r"those are a level down, in model; save the one meant .*torch.load\(path, mmap=True\)\['model'\]",
+    ),
+    "two state dicts a level down": (
+        "a.pth",
+        lambda path: torch.save({"module": TENSORS, "ema": TENSORS, "step": torch.ones(1)}, path),
+        "a level down, in module and ema; save the one meant",
+    ),
+    "a .pth that is not there": ("a.pth", lambda path: None, "cannot be read: .*No such file"),
     "a name with a prefix and without": (
         "a.safetensors",
         lambda path: save_file({"x": torch.ones(1), "diffusion_model.x": torch.ones(1)}, path),
@@ -258,6 +300,14 @@ FOLDERS = {
         lambda folder: _index_of(folder, lambda index: index.update(more="model-00001-of-00003.safetensors")),
         "00001-of-00003.safetensors does not hold more, which the index says is there",
     ),
+    "an index of files elsewhere": (
+        lambda folder: _index_of(folder, lambda index: index.update(more="../model.safetensors")),
+        "is no readable index of shards: .*model.safetensors is elsewhere",
+    ),
+    "an index of numbers": (
+        lambda folder: _index_of(folder, lambda index: index.update(more=3)),
+        "is no readable index of shards",
+    ),
     "an index that is none": (
         lambda folder: (with_index(folder), (folder / "model.safetensors.index.json").write_text("{}")),
         "is no readable index of shards",
@@ -284,13 +334,47 @@ def test_a_folder_that_cannot_be_used_is_named_with_what_is_wrong(tmp_path, case
     assert str(tmp_path) in str(error.value)
 
 
-def test_a_file_that_shrank_after_it_was_opened_is_an_error(tmp_path):
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_a_file_that_changed_after_it_was_opened_is_an_error(tmp_path, suffix):
+    path = tmp_path / f"model{suffix}"
+    save = torch.save if suffix == ".pth" else save_file
+    save(TENSORS, path)
+    before = path.stat()
+    changes = {
+        "shorter": lambda: path.write_bytes(path.read_bytes()[:-30]),
+        "of the same size": lambda: os.utime(path, ns=(0, before.st_mtime_ns + 1)),
+        "replaced": lambda: (save(TENSORS, tmp_path / "new"), os.replace(tmp_path / "new", path)),
+        "longer, at the same time": lambda: (
+            path.write_bytes(path.read_bytes() + b"x"),
+            os.utime(path, ns=(0, before.st_mtime_ns)),
+        ),
+    }
+    for change in changes.values():
+        save(TENSORS, path)
+        os.utime(path, ns=(0, before.st_mtime_ns))
+        files = open_tensor_files(path)
+        assert same(files.read(TENSORS), TENSORS)
+        change()
+        with pytest.raises(CheckpointError, match=rf"model\{suffix} has changed since it was opened: it had"):
+            files.read(TENSORS)
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    files, read = open_tensor_files(path), tensor_files._read
+    monkeypatch.setattr(tensor_files, "_read", lambda *given: (read(*given), os.utime(path, ns=(0, 1)))[0])
+    with pytest.raises(CheckpointError, match="has changed since it was opened"):
+        files.read(["half"])
+
+
+def test_a_file_that_ends_early_or_is_gone_is_an_error(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(TENSORS, path)
     files = open_tensor_files(path)
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: it ends \d+ bytes before"):
-        files.read(TENSORS)
+    beyond = Span(path, path.stat().st_size - 4, torch.float32, (5,))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: it ends 16 bytes before"):
+        read_spans({"x": beyond})
     path.unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: .*No such file"):
         files.read(["half"])

@@ -465,3 +465,26 @@ def test_weights_that_are_not_in_the_file_are_not_made_up(folders, tmp_path, com
         CheckpointError, match=f"{component}: .*lacks 1 weights of this model, such as {lost}"
     ):
         LOADERS[component](tmp_path, folders)
+
+
+def test_truncated_weights_are_one_sentence(tmp_path):
+    save_frozen(tmp_path)
+    for name, load in (
+        (
+            "text_encoder",
+            lambda: load_text_encoder(
+                tmp_path / "tokenizer", tmp_path / "text_encoder", "cpu", torch.float32
+            ),
+        ),
+        ("image_encoder", lambda: load_image_encoder(None, tmp_path / "image_encoder", "cpu", torch.float32)),
+        ("vae", lambda: load_vae(tmp_path / "vae", "cpu")),
+    ):
+        (file,) = (tmp_path / name).glob("*.safetensors")
+        file.write_bytes(file.read_bytes()[:-40])
+        with pytest.raises(CheckpointError, match=f"{name}: .*{name} cannot be loaded"):
+            load()
+
+
+def test_nothing_to_encode_is_refused(vae):
+    with pytest.raises(DataError, match="there are none in"):
+        encode_video(vae, torch.zeros(1, 3, 0, 32, 32))

@@ -88,3 +88,10 @@ def test_without_segments_a_clip_has_one():
 def test_sizes_and_segments_that_do_not_fit_are_refused(sizes, frames, text):
     with pytest.raises(ValueError, match=text):
         lay_out(sizes, PATCH, frames)
+
+
+def test_segments_are_counted_in_patches_of_frames():
+    layout = lay_out([(4, 4, 4)], (2, 2, 2), [(2, 2)])
+    assert (layout.grids, layout.segment_tokens) == (((2, 2, 2),), ((4, 4),))
+    with pytest.raises(ValueError, match="each a positive multiple of 2"):
+        lay_out([(4, 4, 4)], (2, 2, 2), [(1, 3)])

@@ -338,6 +338,50 @@ def test_time_modulation_norms_and_rope_stay_float32_under_autocast_and_in_bfloa
     assert distance(seen[""].float(), exact[""]) < 0.03  # bfloat16 has 8 bits
 
 
+def test_blocks_modulate_and_add_in_float32_whatever_the_stream_is(monkeypatch):
+    """The branch that is added may be bfloat16; what it is added to, and every modulation, is not."""
+    seen = {"_modulate": set(), "_add_gated": set()}
+
+    def watch(name):
+        function = getattr(transformer, name)
+
+        def watched(*tensors):
+            branch = name == "_add_gated"
+            seen[name] |= {tensor.dtype for at, tensor in enumerate(tensors) if not (branch and at == 1)}
+            return function(*tensors)
+
+        monkeypatch.setattr(transformer, name, watched)
+
+    watch("_modulate")
+    watch("_add_gated")
+    model, batch = twin(stock("flf2v")).bfloat16(), batch_of("flf2v")
+    entered = {}
+    model.condition_embedder.image_embedder.norm1.register_forward_hook(
+        lambda module, args, out: entered.update(image=args[0].dtype)
+    )
+    with torch.no_grad():
+        through_clips(model, batch)
+    assert seen == {"_modulate": {torch.float32}, "_add_gated": {torch.float32}}
+    assert entered == {"image": torch.float32}  # CLIP's numbers are not rounded before their norm
+
+
+def test_the_longest_grid_is_that_of_the_tables_and_no_longer():
+    model = twin(stock("t2v"))
+    text, timestep = torch.zeros(1, 512, 32), torch.zeros(1)
+    with torch.no_grad():
+        assert model([torch.zeros(16, 1, 2, 2048)], timestep, text)[0].shape == (16, 1, 2, 2048)
+        with pytest.raises(ValueError, match="1025 tokens along an axis"):
+            model([torch.zeros(16, 1, 2, 2050)], timestep, text)
+    assert model._cp_plan is None
+
+
+def test_tokens_that_no_clip_owns_are_refused():
+    x = torch.zeros(8, 2, 4)
+    for queries, keys in (([4, 4], [8]), ([3, 3], [3, 3]), ([8], [4, 4])):
+        with pytest.raises(ValueError, match="tokens"):
+            attend_within_clips(x, x, x, queries, keys)
+
+
 def test_neighbouring_timesteps_stay_apart_in_bfloat16():
     model, batch = twin(stock("t2v")).bfloat16(), batch_of("t2v")
     batch.timestep = torch.tensor([874.0, 875.0, 999.0])  # in bfloat16 872, 876 and 1000
@@ -352,6 +396,8 @@ def test_neighbouring_timesteps_stay_apart_in_bfloat16():
     torch.testing.assert_close(seen["sinusoid"].double(), expected, rtol=0, atol=2e-4)
     with pytest.raises(ValueError, match="timestep is torch.bfloat16, which rounds 875 to 876"):
         through_clips(model, replace(batch, timestep=batch.timestep.bfloat16()))
+    with pytest.raises(ValueError, match="timestep is torch.float16"):
+        through_clips(model, replace(batch, timestep=batch.timestep.half()))
 
 
 # memory
@@ -551,6 +597,9 @@ def test_tables_that_were_ruined_are_found():
     model = twin(stock("t2v"))
     model.rope.freqs_sin = model.rope.freqs_sin.bfloat16().float()  # what zero.Init leaves of them
     with pytest.raises(ValueError, match=r"rope.freqs_sin \(torch.float32\) is wrong by up to 0.0"):
+        check_rope(model)
+    model.rope.freqs_sin = model.rope.fresh()[1].bfloat16()
+    with pytest.raises(ValueError, match=r"rope.freqs_sin \(torch.bfloat16\) is wrong"):
         check_rope(model)
 
 

@@ -1,8 +1,19 @@
-"""A clip to write and to recognise: a bar that moves; and how a written video is read back."""
+"""What tests of sampling share: a tiny model's sizes, a bar that moves, and a written video read back."""
 
 import av
 import numpy as np
 import torch
+
+TINY = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "text_dim": 32,
+    "freq_dim": 32,
+    "ffn_dim": 64,
+    "num_layers": 1,
+}
+SIZE = {"num_frames": 5, "height": 32, "width": 48}
+GUIDANCE = {"high_noise": 4.0, "low_noise": 3.0}
 
 
 def moving_bar(frames: int = 9, height: int = 32, width: int = 48) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from tests.training import tiny
 from wan_ds import streams
 from wan_ds.flow.timesteps import Uniform
-from wan_ds.models.conditioning import TextToVideo
+from wan_ds.models.conditioning import TextImageToVideo, TextToVideo
 from wan_ds.training import evaluation
 from wan_ds.training.experts import plan_routing
 from wan_ds.training.meters import Meters
@@ -117,3 +117,18 @@ def test_the_summary_weighs_every_probe_the_same(models):
     assert record["eval/high_noise/loss"] == pytest.approx(by_expert["high_noise"].mean().item())
     counts = {k: v for k, v in record.items() if k.endswith("/count")}
     assert sum(counts.values()) == tiny.CLIPS * 6
+
+
+def test_a_clip_is_judged_with_its_image_at_every_level_or_at_none():
+    """TI2V: what is given belongs to the clip, so that levels of one clip can be compared."""
+    seen = []
+
+    def network(clips, timestep, prompts, images, *, segment_frames):  # noqa: ARG001
+        seen.extend(len(segments) > 1 for segments in segment_frames)
+        return clips
+
+    probes = [evaluation.Probe(clip, level, "all") for clip in range(tiny.CLIPS) for level in range(6)]
+    encoded = tiny.encoded()
+    evaluation.probe_losses(probes, SIGMAS, encoded, network, TextImageToVideo(0.5), seed=3, batch_size=4)
+    by_clip = [set(seen[6 * clip : 6 * clip + 6]) for clip in range(tiny.CLIPS)]
+    assert all(len(given) == 1 for given in by_clip) and len(set().union(*by_clip)) == 2

@@ -8,7 +8,7 @@ import torch
 from wan_ds.config import Config, to_dict
 from wan_ds.config.command_line import parse
 from wan_ds.config.composition import configure
-from wan_ds.errors import CheckpointError, ConfigError
+from wan_ds.errors import CheckpointError, ConfigError, DataError
 from wan_ds.training import parts, run_folder
 
 CPU = torch.device("cpu")
@@ -81,3 +81,33 @@ def test_tiling_and_the_resize_rule_are_those_of_the_settings():
     made = parts.load_encoders(settings("model=tiny-wan2.1-flf2v-14b", *typed), CPU)
     assert made.vae.use_tiling and made.vae.dtype == torch.bfloat16
     assert not made.image.processor.do_center_crop
+
+
+def test_images_are_opened_before_a_model_is_read(tmp_path):
+    config = settings("model=tiny-wan2.1-flf2v-14b")
+    config.sampling.images, config.sampling.last_images = [], [str(tmp_path / "no.png")]
+    with pytest.raises(DataError, match=r"sampling\.last_images: .*no\.png: there is no such image file"):
+        parts.check_images(config)
+
+
+def test_a_folder_that_would_not_be_read_is_refused(tmp_path):
+    """Random experts beside a model.path that has what they could start from: somebody forgot a setting."""
+    for name in ("transformer_2", "vae"):
+        (tmp_path / name).mkdir()
+    typed = ["model=tiny-wan2.2-t2v-a14b", f"model.path={tmp_path}"]
+    with pytest.raises(CheckpointError, match=r"experts\.low_noise\.weights=null: .* holds transformer_2"):
+        parts.locate_weights(settings(*typed, "train.experts=[low_noise]"))
+    with pytest.raises(CheckpointError, match=r"type model\.vae\.weights=vae"):
+        parts.locate_weights(settings(*typed, "train.experts=[high_noise]"))
+
+
+def test_encoders_in_wans_own_layout_are_told_how_they_are_read(tmp_path):
+    (tmp_path / "Wan2.1_VAE.pth").touch()
+    with pytest.raises(CheckpointError, match=r"scripts/convert\.py source=.* format=diffusers"):
+        parts.locate(str(tmp_path), "vae", "vae")
+
+
+def test_a_run_without_the_component_says_so(tmp_path):
+    run_folder.write(tmp_path, to_dict(settings()))
+    with pytest.raises(CheckpointError, match=r"that run has no image_encoder; choose the run's own model"):
+        parts.locate(str(tmp_path), "image_encoder", "image_encoder")

@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
 from tests.models.variants import ARCHITECTURES, randomised
-from tests.training.bars import moving_bar, read_video
+from tests.training.bars import GUIDANCE, SIZE, TINY, moving_bar, read_video
 from wan_ds import streams
 from wan_ds.errors import ConfigError
 from wan_ds.models.conditioning import ImageToVideo
@@ -30,17 +30,6 @@ from wan_ds.training.sampling import (
     guidance_of,
     write_samples,
 )
-
-TINY = {
-    "num_attention_heads": 4,
-    "attention_head_dim": 12,
-    "text_dim": 32,
-    "freq_dim": 32,
-    "ffn_dim": 64,
-    "num_layers": 1,
-}
-SIZE = {"num_frames": 5, "height": 32, "width": 48}
-GUIDANCE = {"high_noise": 4.0, "low_noise": 3.0}
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """One micro-batch of every task against stock diffusers and the formulas of the papers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -144,3 +146,27 @@ def test_a_clip_of_one_frame_is_learnt_whole_whatever_its_draw():
     assert objective.count(batch, STEP) == 48 * 16
     loss = objective(lambda clips, *_, segment_frames: clips, batch, WHOLE, STEP)
     assert loss.count == 48 * 16
+
+
+def test_a_batch_of_weight_zero_adds_nothing_and_a_half_half():
+    objective = FlowMatching(Uniform(), min_snr, TextToVideo(), seed=SEED, global_batch_size=BATCH)
+    whole = batch_of("t2v")
+
+    def network(clips, *_, segment_frames):  # noqa: ARG001
+        return [clip.bfloat16() for clip in clips]
+
+    losses = {
+        weight: objective(network, replace(whole, weight=weight), WHOLE, STEP) for weight in (0.0, 0.5, 1.0)
+    }
+    assert [loss.count for loss in losses.values()] == [0, 108 * 16, 216 * 16]
+    assert [loss.size for loss in losses.values()] == [0, 108 * 16, 216 * 16]
+    assert losses[0.0].weighted_sum == 0
+    assert losses[0.5].weighted_sum.item() == pytest.approx(losses[1.0].weighted_sum.item() / 2)
+    assert objective.count(replace(whole, weight=0.0), STEP) == 0
+    assert losses[1.0].weighted_sum.dtype == torch.float32  # whatever the network computes in
+
+
+def test_without_a_share_no_image_is_given_and_with_all_of_it_every_one():
+    for share, expected in ((0.0, False), (1.0, True)):
+        objective = FlowMatching(Uniform(), min_snr, TextImageToVideo(share), seed=SEED, global_batch_size=9)
+        assert {given for step in range(40) for given in objective.given(range(9), step)} == {expected}

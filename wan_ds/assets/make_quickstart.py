@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -281,15 +282,15 @@ def train_vae(stage: Stage, vae: AutoencoderKLWan, clips: TrainingClips) -> Auto
     return average.module
 
 
-def make_vae(folder: Path, done: int) -> None:
-    """Train the VAE stage by stage, saving after each; the first `done` stages' result is in the folder."""
+def make_vae(folder: Path, config: dict, stages: Sequence[Stage], done: int) -> None:
+    """Train a VAE stage by stage, saving after each; the first `done` stages' result is in the folder."""
     quickstart = quickstart_clips()
     clips = TrainingClips(quickstart)
-    for number, stage in enumerate(STAGES[done:], start=done):
+    for number, stage in enumerate(stages[done:], start=done):
         torch.manual_seed(SEED + number)
         clips.generator.manual_seed(SEED + number)
         if number == 0:
-            vae = AutoencoderKLWan(**VAE_CONFIG)
+            vae = AutoencoderKLWan(**config)
             start_as_pictures(vae)
         else:
             vae = AutoencoderKLWan.from_pretrained(folder, torch_dtype=torch.float32)
@@ -345,7 +346,7 @@ def main() -> None:
     encoder.to(torch.bfloat16).save_pretrained(arguments.target / "text_encoder")
     if arguments.text_only:
         return
-    make_vae(arguments.target / "vae", arguments.stages_done)
+    make_vae(arguments.target / "vae", VAE_CONFIG, STAGES, arguments.stages_done)
 
 
 if __name__ == "__main__":

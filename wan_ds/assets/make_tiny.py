@@ -10,18 +10,9 @@ import logging
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLWan
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
-from wan_ds.assets.make_quickstart import (
-    SEED,
-    Stage,
-    TrainingClips,
-    quickstart_clips,
-    save_vae,
-    start_as_pictures,
-    train_vae,
-)
+from wan_ds.assets.make_quickstart import SEED, Stage, make_vae
 
 logger = logging.getLogger(__name__)
 
@@ -59,21 +50,6 @@ CLIP_CONFIG = {
 }
 
 
-def make_vae(folder: Path, done: int) -> None:
-    """Train the VAE stage by stage, saving after each; the first `done` stages' result is in the folder."""
-    quickstart = quickstart_clips()
-    clips = TrainingClips(quickstart)
-    for number, stage in enumerate(STAGES[done:], start=done):
-        torch.manual_seed(SEED + number)
-        clips.generator.manual_seed(SEED + number)
-        if number == 0:
-            vae = AutoencoderKLWan(**VAE_CONFIG)
-            start_as_pictures(vae)
-        else:
-            vae = AutoencoderKLWan.from_pretrained(folder, torch_dtype=torch.float32)
-        save_vae(train_vae(stage, vae.train(), clips), quickstart, folder)
-
-
 def make_image_encoder() -> CLIPVisionModel:
     """Make a CLIP vision model whose weights are random for good."""
     torch.manual_seed(SEED)
@@ -93,7 +69,7 @@ def main() -> None:
     CLIPImageProcessor().save_pretrained(arguments.target / "image_processor")
     make_image_encoder().to(torch.bfloat16).save_pretrained(arguments.target / "image_encoder")
     if not arguments.image_only:
-        make_vae(arguments.target / "vae_48", arguments.stages_done)
+        make_vae(arguments.target / "vae_48", VAE_CONFIG, STAGES, arguments.stages_done)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,9 @@ def _check_data(config: Config) -> None:
     if data.num_frames < 1 or (data.num_frames - 1) % TEMPORAL_STRIDE:
         rule = f"{TEMPORAL_STRIDE}n + 1, as the VAE joins {TEMPORAL_STRIDE} frames after the first"
         _refuse_size("data.num_frames", data.num_frames, TEMPORAL_STRIDE, 1, rule)
+    kind = targets.find("model.conditioning", config.model.conditioning["_target_"])
+    rule = f"at least {kind.least_frames} for {kind.__name__}"
+    require(data.num_frames >= kind.least_frames, "data.num_frames", data.num_frames, rule)
     patch = transformer["patch_size"]
     stride = SPATIAL_STRIDE_48 if transformer["out_channels"] == 48 else SPATIAL_STRIDE
     for name, size, patch_size in (("height", data.height, patch[1]), ("width", data.width, patch[2])):
@@ -204,3 +207,4 @@ def _check_open_groups(config: Config) -> None:
     ):
         if isinstance(value := groups[group].get(name), int | float):
             require(value >= 0, f"{group}.{name}", value, "at least 0")
+    targets.refuse_values("timesteps", config.timesteps)

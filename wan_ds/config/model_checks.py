@@ -83,7 +83,8 @@ def _check_images(config: Config) -> None:
     model, transformer = config.model, config.model.transformer
     targets.refuse_misfits("model.conditioning", model.conditioning)
     kind = targets.find("model.conditioning", model.conditioning["_target_"])
-    lacking = [name for name in ("in_channels", "images", "images_optional") if not hasattr(kind, name)]
+    needed = ("in_channels", "images", "images_optional", "least_frames")
+    lacking = [name for name in needed if not hasattr(kind, name)]
     if lacking:
         raise ConfigError(
             f"model.conditioning._target_={model.conditioning['_target_']}: lacks {', '.join(lacking)}; "
@@ -97,8 +98,7 @@ def _check_images(config: Config) -> None:
         f"{wanted} for {kind.__name__} with {transformer['out_channels']} channels of latents; "
         f"another kind of model needs another model.conditioning",
     )
-    share = model.conditioning.get("image_share", 0.0)
-    require(0 <= share <= 1, "model.conditioning.image_share", share, "a share of the clips, from 0 to 1")
+    targets.refuse_values("model.conditioning", model.conditioning)
     has_clip, encoder = transformer.get("image_dim") is not None, model.image_encoder.weights
     if has_clip and encoder is None:
         raise ConfigError(

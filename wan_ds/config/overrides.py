@@ -130,7 +130,9 @@ def _refuse_unknown(cfg: DictConfig, schema: type, override: Override) -> None:
         return
     target = OmegaConf.select(holder, "_target_")
     if key not in keys(cfg, schema) and target is not None and not targets.takes_any(group, target):
-        raise ConfigError(f"{key}: {target} takes no such argument{suggest(key, keys(cfg, schema))}")
+        name = key.rpartition(".")[2]  # of another group only the same name is meant
+        here = [k for k in keys(cfg, schema) if k.startswith(f"{group}.") or k.endswith(f".{name}")]
+        raise ConfigError(f"{key}: {target} takes no such argument{suggest(key, here)}")
 
 
 def _remove(cfg: DictConfig, schema: type, key: str) -> None:

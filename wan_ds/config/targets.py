@@ -62,6 +62,14 @@ def arguments(key: str, settings: dict[str, Any]) -> list[str]:
     return [name for name in named if name not in SUPPLIED.get(key, ())]
 
 
+def refuse_values(key: str, settings: dict[str, Any]) -> None:
+    """ConfigError for values that the target itself refuses; only for targets that are built of settings."""
+    try:
+        find(key, settings["_target_"])(**{k: v for k, v in settings.items() if k not in DIRECTIVES})
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def takes_any(key: str, target: Any) -> bool:
     """Whether the target has `**kwargs`, so that nothing can be said about names."""
     found = parameters(find(key, target)).values()

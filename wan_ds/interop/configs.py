@@ -1,7 +1,8 @@
 """Configurations that belong to weights, read off the tensors' shapes: diffusers', transformers' and Wan's.
 
 Shapes do not tell the number of attention heads (but UMT5's): a configuration that lies beside does, else the
-width of a head is that of every released model. Layers, channels and widths are never taken from beside.
+width of a head is that of every released model. Layers, channels and widths are never taken from beside, and
+must be the same there.
 """
 
 import json
@@ -10,9 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import diffusers
-import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
-from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
+from transformers import CLIPVisionConfig, UMT5Config
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, PILImageResampling
 
 from wan_ds.errors import CheckpointError
@@ -24,8 +24,11 @@ Configuration = dict[str, Any]  # the content of a config.json
 
 HEAD_DIM = 128  # of every released transformer
 CLIP_HEAD_DIM = 80  # of ViT-H/14
-TEXT_TOKENS = 512
-NAMES_SHOWN = 3
+TEXT_TOKENS = 512  # `text_len` of the original wan/configs/shared_config.py; models/tokens.py has it for us
+_SIZES = (  # in a transformer's config.json of either layout, and in the shapes
+    *("num_layers", "ffn_dim", "freq_dim", "text_dim", "in_channels", "out_channels", "patch_size"),
+    *("attention_head_dim", "image_dim", "added_kv_proj_dim", "pos_embed_seq_len"),
+)
 
 # Of the Wan 2.2 VAE: constants of Wan2_2_VAE in the original code, wan/modules/vae2_2.py. The 2.1 VAE's are
 # diffusers' defaults.
@@ -53,24 +56,19 @@ def transformer_config(
     """`config.json` of diffusers' WanTransformer3DModel for tensors under diffusers' names.
 
     ``beside`` is a config.json of either layout; ``where`` begins the messages. Raises CheckpointError if a
-    tensor that tells a size is missing or the heads do not divide the width.
+    tensor that tells a size is missing, ``beside`` says another size, or the heads do not divide the width.
     """
     beside = beside or {}
     sizes = _Shapes(tensors, where)
     width, in_channels, *patch = sizes["patch_embedding.weight"]
     image = "condition_embedder.image_embedder."
-    heads = beside.get("num_attention_heads", beside.get("num_heads")) or width / HEAD_DIM
-    if heads != int(heads) or width % heads:
-        raise CheckpointError(
-            f"{where}: a width of {width} is not a number of heads of {HEAD_DIM}, and no config.json beside "
-            "says num_heads (original) or num_attention_heads (diffusers) that divides it"
-        )
+    heads = _heads(width, beside, where)
     has_clip = f"{image}norm1.weight" in tensors
-    return _diffusers_config(
+    config = _diffusers_config(
         WanTransformer3DModel,
         patch_size=patch,
-        num_attention_heads=int(heads),
-        attention_head_dim=width // int(heads),
+        num_attention_heads=heads,
+        attention_head_dim=width // heads,
         in_channels=in_channels,
         out_channels=sizes["proj_out.weight"][0] // math.prod(patch),
         text_dim=sizes["condition_embedder.text_embedder.linear_1.weight"][1],
@@ -79,12 +77,56 @@ def transformer_config(
         num_layers=sizes.count("blocks."),
         cross_attn_norm="blocks.0.norm2.weight" in tensors,
         qk_norm="rms_norm_across_heads",
-        eps=beside.get("eps", 1e-6),
+        eps=_number(beside, "eps", 1e-6, where),
         image_dim=sizes[f"{image}norm1.weight"][0] if has_clip else None,
         added_kv_proj_dim=sizes["blocks.0.attn2.add_k_proj.weight"][1] if has_clip else None,
-        rope_max_seq_len=beside.get("rope_max_seq_len", 1024),
+        rope_max_seq_len=_number(beside, "rope_max_seq_len", 1024, where),
         pos_embed_seq_len=sizes[f"{image}pos_embed"][1] if f"{image}pos_embed" in tensors else None,
     )
+    _refuse_other_sizes(config, width, beside, where)
+    return config
+
+
+def _heads(width: int, beside: Mapping[str, Any], where: str) -> int:
+    said = [name for name in ("num_attention_heads", "num_heads") if beside.get(name) is not None]
+    if not said and (width % HEAD_DIM or not width):
+        raise CheckpointError(
+            f"{where}: a width of {width} is not a number of heads of {HEAD_DIM}, and no config.json beside "
+            "says num_heads (original) or num_attention_heads (diffusers) that divides it"
+        )
+    heads = beside[said[0]] if said else width // HEAD_DIM
+    if type(heads) is not int or heads < 1 or width % heads:
+        raise CheckpointError(
+            f"{where}: the config.json beside says {said[0]}={heads!r}, which is no number of equal parts of "
+            f"the tensors' width, {width}; correct it, or lay the right config.json there"
+        )
+    return heads
+
+
+def _number(beside: Mapping[str, Any], name: str, default: float, where: str) -> Any:
+    value = default if beside.get(name) is None else beside[name]
+    if type(value) not in (int, type(default)) or not value > 0:
+        raise CheckpointError(
+            f"{where}: the config.json beside says {name}={value!r}; it is a number above 0, "
+            f"{'whole, ' if type(default) is int else ''}{default} in every released model"
+        )
+    return value
+
+
+def _refuse_other_sizes(config: Mapping[str, Any], width: int, beside: Mapping[str, Any], where: str) -> None:
+    """A config.json that was meant for other tensors would give these its heads."""
+    found = {"dim": width, "in_dim": config["in_channels"], "out_dim": config["out_channels"]}
+    found |= {name: config[name] for name in _SIZES}
+    differing = [
+        f"{name} {beside[name]!r} in config.json and {value} in the tensors"
+        for name, value in found.items()
+        if beside.get(name) not in (None, value)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{where}: the config.json beside is of another model: {'; '.join(differing)}; lay the right one "
+            "there, or move this one away"
+        )
 
 
 def original_transformer_config(config: Mapping[str, Any]) -> Configuration:
@@ -281,48 +323,6 @@ def model_index(transformer: Mapping[str, Any], parts: set[str]) -> Configuratio
     }
 
 
-def refuse_misfits(component: str, config: Mapping[str, Any], tensors: Tensors, where: str) -> None:
-    """CheckpointError unless the library's class, built from ``config``, has just these names and shapes."""
-    expected = _expected(component, config)
-    found = {name: tuple(stored.shape) for name, stored in tensors.items()}
-    if component == "image_encoder":
-        prefix = image_encoder_prefix(found)
-        found = {name.removeprefix(prefix): shape for name, shape in found.items()}
-        found.pop("embeddings.position_ids", None)  # what transformers before 4.31 stored: a count
-    elif component == "text_encoder":  # tied, so that one of the two names is enough
-        embedding = found.pop("encoder.embed_tokens.weight", None)
-        expected.pop("encoder.embed_tokens.weight", None)
-        found.setdefault("shared.weight", embedding)
-    wrong = {
-        "missing": [name for name in expected if name not in found],
-        "unknown": [name for name in found if name not in expected],
-        "of another shape": [
-            f"{name} ({found[name]}, not {expected[name]})"
-            for name in expected
-            if name in found and found[name] != expected[name]
-        ],
-    }
-    listings = [f"{kind}: {_some(names)}" for kind, names in wrong.items() if names]
-    if listings:
-        raise CheckpointError(
-            f"{where}: is not a whole {component} of Wan: {'; '.join(listings)}; of several shards name the "
-            "folder, not one file"
-        )
-
-
-def _expected(component: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        if component == "transformer":
-            model = WanTransformer3DModel.from_config(dict(config))
-        elif component == "vae":
-            model = AutoencoderKLWan.from_config(dict(config))
-        elif component == "text_encoder":
-            model = UMT5EncoderModel(UMT5Config(**config))
-        else:
-            model = CLIPVisionModel(CLIPVisionConfig(**config))
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
 class _Shapes:
     """Shapes by name, with an error that names the file for one that is not there."""
 
@@ -345,8 +345,3 @@ def _diffusers_config(model_class: type, **fields: Any) -> Configuration:
 
 def _transformers_config(config: UMT5Config | CLIPVisionConfig) -> Configuration:
     return json.loads(config.to_json_string(use_diff=False))
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more

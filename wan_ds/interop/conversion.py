@@ -12,8 +12,15 @@ from torch import Tensor
 from wan_ds.errors import CheckpointError
 from wan_ds.interop import configs, names
 from wan_ds.interop.names import Kind
-from wan_ds.interop.shards import SHARD_BYTES, is_identical, plan_shards, write_safetensors, write_state_dict
-from wan_ds.interop.tensor_files import Stored, TensorFiles, open_tensor_files
+from wan_ds.interop.shards import (
+    SHARD_BYTES,
+    is_identical,
+    leave_memory,
+    plan_shards,
+    write_safetensors,
+    write_state_dict,
+)
+from wan_ds.interop.tensor_files import Stamp, Stored, TensorFiles, open_tensor_files
 
 ORIGINAL_STEMS = {  # of the .pth files that the original code looks for
     "text_encoder": "models_t5_umt5-xxl-enc-bf16",
@@ -25,19 +32,33 @@ REST_FOLDER, REST_STEM = "original", "rest_of_clip"
 
 
 class Listing:
-    """Tensors and the file that each lies in: a TensorFiles that outlives the removal of some files."""
+    """Tensors and the file that each lies in: a TensorFiles that outlives the removal of some files.
 
-    def __init__(self, where: str, tensors: Mapping[str, Stored], files: Mapping[Path, list[str]]) -> None:
+    ``stamps`` are the files' when they were first opened, ``others`` what they hold beside tensors.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        tensors: Mapping[str, Stored],
+        files: Mapping[Path, list[str]],
+        stamps: Mapping[Path, Stamp],
+        others: Mapping[Path, list[str]],
+    ) -> None:
         self.where, self.tensors, self.files = where, dict(tensors), dict(files)
+        self.stamps, self.others = dict(stamps), dict(others)
         self._file = {name: path for path, held in self.files.items() for name in held}
         self._opened: dict[Path, TensorFiles] = {}
 
     @classmethod
     def of(cls, *sources: TensorFiles) -> "Listing":
         """The tensors of all sources together."""
-        tensors = {name: stored for source in sources for name, stored in source.tensors.items()}
-        files = {path: held for source in sources for path, held in source.files.items()}
-        listing = cls(sources[0].where, tensors, files)
+
+        def joined(name: str) -> dict[Any, Any]:
+            return {key: value for source in sources for key, value in getattr(source, name).items()}
+
+        files = joined("files")
+        listing = cls(sources[0].where, joined("tensors"), files, joined("stamps"), joined("others"))
         listing._opened = {path: source for source in sources for path in source.files}
         return listing
 
@@ -55,26 +76,49 @@ class Listing:
             found |= self._opened[path].read([name])
         return found
 
-    def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+    def refuse_changed(self) -> None:
+        """CheckpointError if a file that is still there has another stamp."""
+        for path in self.files:
+            now = Stamp.of(path.stat()) if path.is_file() else self.stamps[path]
+            if now != self.stamps[path]:
+                raise CheckpointError(
+                    f"{path} is not the file that the conversion began with: it had {self.stamps[path].size} "
+                    f"bytes and has {now.size}, or was changed since; put that one back, or convert into "
+                    "another folder"
+                )
+
+    def to_json(self, root: Path) -> dict[str, Any]:
+        """What `from_json` reads; the files are below ``root``, or it itself."""
         files = {
-            str(path.absolute()): {
-                name: [self.tensors[name].shape, _dtype_name(self.tensors[name].dtype)] for name in held
+            str(path.relative_to(root)): {
+                "stamp": self.stamps[path],
+                "others": self.others.get(path, []),
+                "tensors": {
+                    name: [self.tensors[name].shape, _dtype_name(self.tensors[name].dtype)] for name in held
+                },
             }
             for path, held in self.files.items()
         }
         return {"where": self.where, "files": files}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Listing":
-        """The same listing, whatever has become of the files."""
+    def from_json(cls, content: Mapping[str, Any], root: Path) -> "Listing":
+        """The same listing, whatever has become of the files.
+
+        Raises KeyError, TypeError, ValueError or AttributeError for what `to_json` does not write.
+        """
+        held = {root / path: one for path, one in content["files"].items()}
         tensors = {
-            name: Stored(tuple(shape), getattr(torch, dtype))
-            for held in content["files"].values()
-            for name, (shape, dtype) in held.items()
+            name: Stored(tuple(map(int, shape)), _dtype(dtype))
+            for one in held.values()
+            for name, (shape, dtype) in one["tensors"].items()
         }
         return cls(
-            content["where"], tensors, {Path(path): list(held) for path, held in content["files"].items()}
+            str(content["where"]),
+            tensors,
+            {path: list(one["tensors"]) for path, one in held.items()},
+            {path: Stamp(*map(int, one["stamp"])) for path, one in held.items()},
+            {path: list(one["others"]) for path, one in held.items()},
         )
 
 
@@ -137,7 +181,8 @@ class Output:
         write(target / self.folder / file, tensors, self.read)
 
     def compare(self, target: Path, file: str) -> None:
-        """CheckpointError unless every tensor of a written file is the source's to the byte."""
+        """CheckpointError unless every tensor of a written file is the source's to the byte, on the disk."""
+        leave_memory(target / self.folder / file)
         written = open_tensor_files(target / self.folder / file)
         for name in self.files[file]:
             if not is_identical(self.read([name])[name], written.read([name])[name]):
@@ -145,6 +190,18 @@ class Output:
                     f"{target / self.folder / file}: {name} does not read back as it was written; the disk "
                     "cannot be trusted, and nothing more of the source is removed"
                 )
+
+    def refuse_other(self, target: Path, file: str) -> None:
+        """CheckpointError unless a written file is whole, and its names, shapes and dtypes those planned."""
+        path = target / self.folder / file
+        try:
+            found = open_tensor_files(path).tensors
+            wanted = {name: self.tensors[name] for name in self.files[file]}
+            differing = [name for name in wanted | found if wanted.get(name) != found.get(name)]
+            if differing:
+                raise CheckpointError(f"{path} is not what was written here: {names.some(differing)} differ")
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. Remove it, and the same command writes it again") from error
 
     def sources(self, file: str) -> set[tuple[Path, str]]:
         """Which tensors of which source files a written file is made of."""
@@ -281,3 +338,10 @@ def _in_order_of_files(made: Mapping[str, Made], source: Listing) -> dict[str, M
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found

@@ -305,7 +305,8 @@ def _not_here(repository: str, cached: _Cached, reason: str) -> str:
     if len(cached.missing) > 3:
         missing += f" and {len(cached.missing) - 3} more"
     return (
-        f"model.path={repository}: {constants.HF_HUB_CACHE} lacks {missing} of it, and {reason}; where"
+        f"model.path={repository}: no such folder here, {constants.HF_HUB_CACHE} lacks {missing} of it, and"
+        f" {reason}; where"
         f" there is a network, type hf download {repository} --local-dir <folder>, then set"
         " model.path=<folder>"
     )

@@ -1,13 +1,12 @@
 """What lies where: a model's components in Wan's original folders and in diffusers', and what is beside."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from wan_ds.errors import CheckpointError
-from wan_ds.interop import configs, names
+from wan_ds.interop import configs, fitting, names, sampling_notes
 from wan_ds.interop.conversion import (
     ORIGINAL_STEMS,
     REST_FOLDER,
@@ -19,7 +18,8 @@ from wan_ds.interop.conversion import (
     to_diffusers,
 )
 from wan_ds.interop.names import Kind
-from wan_ds.interop.tensor_files import TensorFiles, open_tensor_files
+from wan_ds.interop.sampling_notes import INDEX, Sampling
+from wan_ds.interop.tensor_files import TensorFiles, open_tensor_files, read_object
 
 ROLES = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")  # diffusers' subfolders
 EXPERTS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}  # original subfolders
@@ -42,6 +42,7 @@ class Found:
     is_whole: bool  # a model's folder, and not one component
     copies: dict[PurePosixPath, Path] = field(default_factory=dict)  # folders: place in the target, source
     remarks: list[str] = field(default_factory=list)  # what a person should know
+    sampling: Sampling = field(default_factory=dict)  # what the source itself says of it
 
     @property
     def layout(self) -> str:
@@ -58,9 +59,9 @@ def find(source: Path) -> Found:
     """The components of a model's folder in either layout, or the one component of a file or folder.
 
     Reads headers and configurations. Raises CheckpointError, saying what was looked for, if a component is
-    missing, not whole, or in another layout than the rest.
+    missing, not whole, in another layout than the rest, or of another model.
     """
-    if (source / "model_index.json").is_file() or (source / "transformer").is_dir():
+    if (source / INDEX).is_file() or (source / "transformer").is_dir():
         found = _whole_diffusers(source)
     elif any((source / folder).is_dir() for folder in EXPERTS.values()) or _is_whole_original(source):
         found = _whole_original(source)
@@ -72,6 +73,8 @@ def find(source: Path) -> Found:
                 f"{component.source.where}: is in {component.kind.layout} layout, and "
                 f"{found.components[0].source.where} in {found.layout}; convert them one by one"
             )
+    if found.is_whole:
+        fitting.refuse_mixture({one.role: (one.source.where, one.config) for one in found.components})
     return found
 
 
@@ -99,22 +102,28 @@ def _config(
 ) -> tuple[dict[str, Any], str]:
     """The configuration in diffusers' layout, checked against the tensors, and the prefix of CLIP's names."""
     tensors, prefix = files.tensors, names.image_encoder_prefix(files.tensors)
-    config = dict(beside)
+    config = beside
     if kind.layout == "original":
-        prefix = beside.get("prefix", names.VISION)
-        config = dict(beside.get("config", {} if kind.component == "transformer" else beside))
+        prefix, config = beside.get("prefix", names.VISION), beside.get("config", beside)
+        if prefix not in ("", names.VISION) or not isinstance(config, dict):
+            raise CheckpointError(
+                f"{path}: the note beside is none that a conversion writes: prefix={prefix!r}, config="
+                f"{str(config)[:40]}; move it away"
+            )
         try:
             made = to_diffusers(kind, files, prefix)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
         tensors = {name: one.stored for name, one in made.items()}
+    if not fitting.is_of(kind.component, config):
+        config = {}
     if kind.component == "transformer":
-        config = configs.transformer_config(tensors, beside, str(path))
+        config = configs.transformer_config(tensors, config, str(path))
     elif not config:
         derive = {"vae": configs.vae_config, "text_encoder": configs.text_encoder_config}
         config = derive.get(kind.component, configs.image_encoder_config)(tensors, str(path))
-    configs.refuse_misfits(kind.component, config, tensors, str(path))
-    return config, prefix
+    fitting.refuse_misfits(kind.component, config, tensors, str(path))
+    return dict(config), prefix
 
 
 def _beside(path: Path, files: TensorFiles, kind: Kind) -> dict[str, Any]:
@@ -123,25 +132,23 @@ def _beside(path: Path, files: TensorFiles, kind: Kind) -> dict[str, Any]:
     folder = path if path.is_dir() else path.parent
     is_note = kind.layout == "original" and kind.component != "transformer"
     place = held[0].with_suffix(".json") if is_note else folder / "config.json"
-    if not place.is_file():
-        return {}
-    try:
-        return dict(json.loads(place.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{place} is no readable JSON object: {error}") from error
+    return read_object(place) if place.is_file() else {}
 
 
 def _whole_diffusers(source: Path) -> Found:
     present = [role for role in ROLES if (source / role).is_dir()]
     if "transformer" not in present:
         raise CheckpointError(f"{source}: is laid out as diffusers' pipelines are, but has no transformer/")
+    _refuse_other_experts(source, present)
     components = [component_at(source / role, role) for role in present]
     copies = {
         TOKENIZER: source / "tokenizer",
         CLIP_TOKENIZER: source / "image_encoder" / REST_FOLDER / CLIP_TOKENIZER,
     }
-    found = Found(components, True, {place: folder for place, folder in copies.items() if folder.is_dir()})
+    sampling = sampling_notes.of_diffusers(source, "transformer_2" in present)
+    found = Found(components, True, _there(copies), sampling=sampling)
     _remark_missing(found, source)
+    found.remarks.extend(sampling_notes.remarks(sampling, components[0].config, found.is_dual))
     held = {name for component in components for name in component.source.tensors}
     if "image_encoder" in present and "log_scale" not in held:
         found.remarks.append(
@@ -149,6 +156,28 @@ def _whole_diffusers(source: Path) -> Found:
             "the original code will not load what is written; programs that need the vision half alone will"
         )
     return found
+
+
+def _refuse_other_experts(source: Path, present: list[str]) -> None:
+    """The pipeline's index says whether there are two experts; a folder may be lost, or be left over."""
+    if not (source / INDEX).is_file():
+        return
+    named = read_object(source / INDEX).get("transformer_2")
+    is_named = isinstance(named, list) and any(named)
+    if is_named and "transformer_2" not in present:
+        raise CheckpointError(
+            f"{source}: {INDEX} names transformer_2, and there is no transformer_2/; the model needs both "
+            f"experts: download it again. To convert the one alone: source={source / 'transformer'}"
+        )
+    if "transformer_2" in present and not is_named:
+        raise CheckpointError(
+            f"{source}: has transformer_2/, and {INDEX} names no transformer_2; move the folder away, or "
+            "name it there"
+        )
+
+
+def _there(copies: Mapping[PurePosixPath, Path]) -> dict[PurePosixPath, Path]:
+    return {place: folder for place, folder in copies.items() if folder.is_dir()}
 
 
 def _is_whole_original(source: Path) -> bool:
@@ -190,7 +219,8 @@ def _whole_original(source: Path) -> Found:
     found = Found(
         [component_at(place, role) for role, place in places.items()],
         True,
-        {place: folder for place, folder in copies.items() if folder.is_dir()},
+        _there(copies),
+        sampling=sampling_notes.of_original(source, "transformer_2" in places),
     )
     _remark_missing(found, source)
     return found
@@ -223,20 +253,28 @@ def surroundings(found: Found, source: Path) -> dict[PurePosixPath, dict[str, An
     for component in found.components:
         name, content = configuration(component)
         files[place_of(component, found) / name] = content
-    if not found.is_whole or found.layout == "diffusers":
-        return files
-    transformer = found.components[0].config
+    if found.is_whole and found.layout == "original":
+        return files | _of_a_pipeline(found, is_480p="480p" in source.resolve().name.lower())
+    if found.sampling:
+        files[PurePosixPath(sampling_notes.NOTE)] = found.sampling
+    return files
+
+
+def _of_a_pipeline(found: Found, is_480p: bool) -> dict[PurePosixPath, dict[str, Any]]:
+    """Index, scheduler and image processor of a diffusers pipeline: as the source says, else the official."""
+    transformer, files = found.components[0].config, {}
     parts = {component.role for component in found.components} | {"scheduler"}
     if PurePosixPath("tokenizer") in found.copies:
         parts.add("tokenizer")
     if "image_encoder" in parts:
         parts.add("image_processor")
-        encoder = next(c.config for c in found.components if c.role == "image_encoder")
-        place = PurePosixPath("image_processor/preprocessor_config.json")
-        files[place] = configs.image_processor_config(encoder)
-    shift = configs.official_shift(
-        transformer, found.is_dual, is_480p="480p" in source.resolve().name.lower()
+        encoder = next(one.config for one in found.components if one.role == "image_encoder")
+        processor = found.sampling.get("image_processor") or configs.image_processor_config(encoder)
+        files[sampling_notes.PROCESSOR] = processor
+    scheduler = found.sampling.get("scheduler") or configs.scheduler_config(
+        configs.official_shift(transformer, found.is_dual, is_480p)
     )
-    files[PurePosixPath("scheduler/scheduler_config.json")] = configs.scheduler_config(shift)
-    files[PurePosixPath("model_index.json")] = configs.model_index(transformer, parts)
-    return files
+    index = configs.model_index(transformer, parts)
+    index["scheduler"] = ["diffusers", scheduler.get("_class_name", index["scheduler"][1])]
+    index["boundary_ratio"] = found.sampling.get("boundary_ratio", index["boundary_ratio"])
+    return files | {sampling_notes.SCHEDULER: scheduler, PurePosixPath(INDEX): index}

@@ -53,7 +53,7 @@ def kind_of(keys: Iterable[str], where: str = "these tensors") -> Kind:
     raise CheckpointError(
         f"{where}: unknown layout{lora}; looked for the names of a Wan transformer (blocks.0.self_attn... or "
         "blocks.0.attn1...), VAE (encoder.downsamples... or encoder.down_blocks...), UMT5 (blocks.0.attn... "
-        f"or encoder.block.0...) or CLIP (visual... or vision_model...), but found {_some(keys)}"
+        f"or encoder.block.0...) or CLIP (visual... or vision_model...), but found {some(keys)}"
     )
 
 
@@ -148,11 +148,12 @@ def leading_ones(original: str) -> int:
 def _translate(keys: Iterable[str], table: Mapping[str, T], what: str) -> dict[str, T]:
     unknown = [key for key in keys if key not in table]
     if unknown:
-        raise CheckpointError(f"{len(unknown)} names are not of {what}: {_some(unknown)}")
+        raise CheckpointError(f"{len(unknown)} names are not of {what}: {some(unknown)}")
     return {key: table[key] for key in keys}
 
 
-def _some(keys: Iterable[str]) -> str:
+def some(keys: Iterable[str]) -> str:
+    """The first few for an error's message, and how many more there are."""
     keys = list(keys)
     more = f" and {len(keys) - NAMES_SHOWN} more" if len(keys) > NAMES_SHOWN else ""
     return ", ".join(keys[:NAMES_SHOWN]) + more if keys else "no tensors"

@@ -1,8 +1,11 @@
 """Tensors into files, one in memory at a time: safetensors shards with their index, and .pth state dicts.
 
-A file gets its name when it is whole: it is written beside, to `<name>.partial`, and then renamed.
+A file gets its name when it is whole: it is written beside, to `<name>.partial`, and then renamed. Once a
+call returns, content and name are on the disk, not only in the system's memory: what a file was made of may
+be removed.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -12,14 +15,14 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wan_ds.errors import CheckpointError
-from wan_ds.interop.tensor_files import Stored, described, span_of
+from wan_ds.interop.tensor_files import DTYPES, Stored, described, span_of
 
 SHARD_BYTES = 5_000_000_000  # what transformers and the original Wan files have
 METADATA = {"format": "pt"}  # without it transformers does not open a file
@@ -27,18 +30,7 @@ METADATA = {"format": "pt"}  # without it transformers does not open a file
 Read = Callable[[list[str]], Mapping[str, Tensor]]
 
 _OVERHEAD = 1_000_000  # bytes kept free for headers, indexes and configurations
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def bytes_of(stored: Stored) -> int:
@@ -98,7 +90,7 @@ def write_shards(
     CheckpointError, with nothing of this call left, if the disk has no room for all of it or fails.
     """
     plan = plan_shards(tensors, stem, None if single else max_bytes)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     refuse_full_disk(folder, sum(map(bytes_of, tensors.values())))
     written: list[Path] = []
     try:
@@ -123,8 +115,16 @@ def write_index(
         "metadata": {"total_size": sum(map(bytes_of, tensors.values()))},
         "weight_map": dict(sorted(where.items())),
     }
-    with _whole(folder / f"{stem}.safetensors.index.json", 0) as partial:
-        partial.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / f"{stem}.safetensors.index.json", index)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """One JSON file, its folder made if need be; errors as `write_shards`."""
+    text = (json.dumps(content, indent=2) + "\n").encode()
+    make_folder(path.parent)
+    with _whole(path, len(text)) as partial, partial.open("wb") as file:
+        file.write(text)
+        _to_disk(file)
 
 
 def write_safetensors(
@@ -138,10 +138,10 @@ def write_safetensors(
     for name in names:
         stored, start = tensors[name], end
         end += bytes_of(stored)
-        if stored.dtype not in _DTYPES:
+        if stored.dtype not in _DTYPE_NAMES:
             raise ValueError(f"{name}: no safetensors name for {stored.dtype}")
         header[name] = {
-            "dtype": _DTYPES[stored.dtype],
+            "dtype": _DTYPE_NAMES[stored.dtype],
             "shape": list(stored.shape),
             "data_offsets": [start, end],
         }
@@ -239,11 +239,46 @@ def _whole(path: Path, size: int) -> Iterator[Path]:
                 "its disk; nothing of the file remains"
             ) from error
         raise
+    try:
+        _folder_to_disk(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is written, and its folder cannot be brought to the disk ({error}): after a power cut "
+            "the file may be gone; look after the disk"
+        ) from error
+
+
+def make_folder(folder: Path) -> None:
+    """The folder and those above it, on the disk; OSErrors as `Path.mkdir`."""
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(absent):
+        _folder_to_disk(path.parent)
+
+
+def leave_memory(path: Path) -> None:
+    """Ask the system to read the file from the disk next time, where it can be asked."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _to_disk(file: BinaryIO) -> None:
     file.flush()
-    os.fsync(file.fileno())  # a source may be removed once this file is read back
+    os.fsync(file.fileno())
+
+
+def _folder_to_disk(folder: Path) -> None:
+    """The names in it: a synced file whose folder is not may have none after a power cut (man 2 fsync)."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # systems that sync no folders, and folders that may be passed and not read
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EACCES):
+            raise
 
 
 def _gb(count: int) -> str:

@@ -4,6 +4,7 @@ A file is opened anew for each read and nothing of it is mapped: mapped pages co
 one mapping that stays open grows to the whole file."""
 
 import json
+import os
 import pickle
 import re
 import struct
@@ -17,15 +18,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wan_ds.errors import CheckpointError
+from wan_ds.interop.weight_folders import PICKLES, files_meant, refuse_misplaced
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # ComfyUI's, and of files made from its
-PICKLES = (".pth", ".pt", ".bin")
 _Key = TypeVar("_Key", bound=Hashable)
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
-_PART = re.compile(r"-(\d{5})-of-(\d{5})$")
-_USUAL = ("diffusion_pytorch_model", "model", "pytorch_model")  # names that diffusers and transformers open
 _SCALES = ("scaled_fp8", "scale_weight", "scale_input", "weight_scale", "input_scale")
-_DTYPES = {
+DTYPES = {  # by their names in safetensors' headers
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -48,6 +47,18 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
 
+class Stamp(NamedTuple):
+    """What tells one content of a file from another without reading it."""
+
+    size: int  # bytes
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "Stamp":
+        """The stamp in what `os.stat` tells."""
+        return cls(status.st_size, status.st_mtime_ns)
+
+
 class Span(NamedTuple):
     """Where a tensor's bytes lie: from ``offset`` on in the file, as torch strides them."""
 
@@ -56,13 +67,28 @@ class Span(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None  # None: row by row
+    stamp: Stamp | None = None  # the file's when it was looked at; None: not to be checked
+
+
+class Contents(NamedTuple):
+    """What one file holds."""
+
+    spans: dict[str, Span]
+    others: list[str]  # names of what is in it beside the tensors
+    stamp: Stamp
 
 
 class TensorFiles:
-    """The tensors of one file or of a folder's shards, under their names without ComfyUI's prefixes."""
+    """The tensors of one file or of a folder's shards, under their names without ComfyUI's prefixes.
 
-    def __init__(self, where: Path, spans: dict[str, Span]) -> None:
+    ``others`` are the names of what the files hold beside them, ``stamps`` the files' when they were opened.
+    """
+
+    def __init__(self, where: Path, contents: Mapping[Path, Contents]) -> None:
         self.where = str(where)
+        self.others = {path: held.others for path, held in contents.items() if held.others}
+        self.stamps = {path: held.stamp for path, held in contents.items()}
+        spans = {name: span for held in contents.values() for name, span in held.spans.items()}
         self._spans = _without_prefix(where, spans)
         _refuse_eight_bits(where, self._spans)
         self.tensors = {name: Stored(span.shape, span.dtype) for name, span in self._spans.items()}
@@ -76,7 +102,11 @@ class TensorFiles:
         return found
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors on the CPU, in their stored dtype. Raises CheckpointError if a file has changed."""
+        """The tensors on the CPU, in their stored dtype.
+
+        Raises CheckpointError if a file is gone, or has another size or time of change than when it was
+        opened.
+        """
         return read_spans({name: self._spans[name] for name in names})
 
 
@@ -112,38 +142,54 @@ def open_tensor_files(path: str | Path) -> TensorFiles:
     """
     path = Path(path)
     if not path.is_dir():
-        return TensorFiles(path, spans_of(path))
-    index, files = _listed(path)
-    spans: dict[str, Span] = {}
-    for file in files:
-        for name, span in spans_of(file).items():
-            if name in spans:
+        return TensorFiles(path, {path: _contents(path)})
+    index, files = files_meant(path)
+    contents = {file: _contents(file) for file in files}
+    places: dict[str, Path] = {}
+    for file, held in contents.items():
+        for name in held.spans:
+            if name in places:
                 raise CheckpointError(
-                    f"{path}: {name} is in {spans[name].path.name} and in {file.name}; name the one "
+                    f"{path}: {name} is in {places[name].name} and in {file.name}; name the one "
                     "that is meant, or move the other away"
                 )
-            spans[name] = span
-    _refuse_misplaced(path, index, spans)
-    return TensorFiles(path, spans)
+            places[name] = file
+    if index is not None:
+        refuse_misplaced(path, index, places)
+    return TensorFiles(path, contents)
 
 
-def spans_of(path: Path) -> dict[str, Span]:
-    """Where the tensors of one file lie; raises CheckpointError."""
-    if path.suffix in PICKLES:
-        return _spans_of_state_dict(path)
-    if path.suffix != ".safetensors":
+def read_object(path: Path) -> dict[str, Any]:
+    """What a JSON file says; raises CheckpointError unless it is an object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {str(content)[:40]}")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no readable JSON object: {error}") from error
+    return content
+
+
+def _contents(path: Path) -> Contents:
+    if path.suffix not in (".safetensors", *PICKLES):
         raise CheckpointError(
             f"{path}: no such folder, and the name ends in none of .safetensors, {', '.join(PICKLES)}"
         )
     try:
         with path.open("rb") as file:
-            return _safetensors_spans(path, file, path.stat().st_size)
+            stamp = Stamp.of(os.fstat(file.fileno()))
+            if path.suffix == ".safetensors":
+                return _safetensors_contents(path, file, stamp)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return _state_dict_contents(path, stamp)
 
 
 def read_spans(spans: Mapping[_Key, Span]) -> dict[_Key, Tensor]:
-    """The tensors that lie there, each file opened once and read front to back. Raises CheckpointError."""
+    """The tensors that lie there, each file opened once and read front to back.
+
+    Raises CheckpointError if a file is gone, ends early, or has another stamp than its spans.
+    """
     tensors: dict[_Key, Tensor] = {}
     for path in dict.fromkeys(span.path for span in spans.values()):
         here = sorted(
@@ -151,11 +197,23 @@ def read_spans(spans: Mapping[_Key, Span]) -> dict[_Key, Tensor]:
         )
         try:
             with path.open("rb", buffering=0) as file:
+                _refuse_changed(file, here)
                 for name, span in here:
                     tensors[name] = _read(file, span)
+                _refuse_changed(file, here)  # while it was read
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
     return {name: tensors[name] for name in spans}
+
+
+def _refuse_changed(file: BinaryIO, spans: Iterable[tuple[Any, Span]]) -> None:
+    now = Stamp.of(os.fstat(file.fileno()))
+    for stamp in {span.stamp for _, span in spans} - {None, now}:
+        raise CheckpointError(
+            f"{file.name} has changed since it was opened: it had {stamp.size} bytes and has {now.size}, and "
+            f"was last changed {(now.mtime_ns - stamp.mtime_ns) / 1e9:+.3f} s from then; start anew once "
+            "nothing writes to it"
+        )
 
 
 def _read(file: BinaryIO, span: Span) -> Tensor:
@@ -175,8 +233,9 @@ def _read(file: BinaryIO, span: Span) -> Tensor:
     return flat.view(span.shape) if span.stride is None else flat.as_strided(span.shape, span.stride)
 
 
-def _safetensors_spans(path: Path, file: BinaryIO, size: int) -> dict[str, Span]:
+def _safetensors_contents(path: Path, file: BinaryIO, stamp: Stamp) -> Contents:
     """Header and layout as https://github.com/huggingface/safetensors#format has them."""
+    size = stamp.size
     start = file.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
     if start.startswith(b"version "):
@@ -185,12 +244,12 @@ def _safetensors_spans(path: Path, file: BinaryIO, size: int) -> dict[str, Span]
         raise CheckpointError(f"{path} is truncated or no safetensors file: {size} bytes hold no header")
     try:
         header: dict[str, Any] = json.loads(file.read(length))
-        header.pop("__metadata__", None)
+        others = [f"__metadata__.{name}" for name in header.pop("__metadata__", {}) if name != "format"]
         spans, end = {}, 8 + length
         for name, entry in header.items():
             first, last = entry["data_offsets"]
-            dtype = _DTYPES[entry["dtype"]]
-            spans[name] = Span(path, 8 + length + first, dtype, tuple(entry["shape"]))
+            dtype = DTYPES[entry["dtype"]]
+            spans[name] = Span(path, 8 + length + first, dtype, tuple(entry["shape"]), stamp=stamp)
             if last - first != torch.Size(entry["shape"]).numel() * dtype.itemsize:
                 raise ValueError(f"{name} has {last - first} bytes for {entry['dtype']} {entry['shape']}")
             end = max(end, 8 + length + last)
@@ -201,7 +260,7 @@ def _safetensors_spans(path: Path, file: BinaryIO, size: int) -> dict[str, Span]
             f"{path} is truncated or was written over: it has {size} bytes, and its header describes {end}; "
             "download it again"
         )
-    return spans
+    return Contents(spans, others, stamp)
 
 
 def described(path: Path) -> Any:
@@ -234,89 +293,29 @@ def span_of(path: Path, tensor: Tensor) -> Span:
     return Span(path, start, tensor.dtype, tuple(tensor.shape), stride)
 
 
-def _spans_of_state_dict(path: Path) -> dict[str, Span]:
-    content = described(path)
-    if isinstance(content, dict):
-        content = content.get("state_dict", content)
+def _state_dict_contents(path: Path, stamp: Stamp) -> Contents:
+    content, others = described(path), []
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
+        others = [str(name) for name in content if name != "state_dict"]
+        content = content["state_dict"]
     if not isinstance(content, dict) or not content:
         raise CheckpointError(f"{path} is no dict of tensors by name")
-    others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
-    if others:
-        raise CheckpointError(f"{path} is no dict of tensors by name ({others[0]} is no tensor)")
-    return {name: span_of(path, tensor) for name, tensor in content.items()}
+    odd = [name for name, value in content.items() if not isinstance(value, Tensor)]
+    within = [name for name in odd if _is_state_dict(content[name])]
+    if within:
+        raise CheckpointError(
+            f"{path} is no dict of tensors by name: those are a level down, in "
+            f"{' and '.join(map(str, within))}; save the one meant to a file of its own: "
+            f"torch.save(torch.load(path, mmap=True)[{within[0]!r}], other_path)"
+        )
+    if odd:
+        raise CheckpointError(f"{path} is no dict of tensors by name ({odd[0]} is no tensor)")
+    spans = {str(name): span_of(path, tensor)._replace(stamp=stamp) for name, tensor in content.items()}
+    return Contents(spans, others, stamp)
 
 
-def _listed(folder: Path) -> tuple[dict[str, str] | None, list[Path]]:
-    """The index, if there is one, and the files meant: what diffusers and transformers open, else the only
-    index, the parts of one series, or the only file."""
-    for suffix in (".safetensors", *PICKLES):
-        indexes = sorted(folder.glob(f"*{suffix}.index.json"))
-        files = sorted(folder.glob(f"*{suffix}"))
-        usual = [path for path in indexes if path.name.removesuffix(f"{suffix}.index.json") in _USUAL]
-        plain = [path for path in files if path.stem in _USUAL]
-        if usual or (indexes and not plain):
-            index = _read_index(*_one(folder, usual or indexes))
-            listed = [folder / name for name in dict.fromkeys(index.values())]
-            _refuse_absent(folder, listed)
-            return index, listed
-        if plain:
-            return None, _one(folder, plain)
-        if files:
-            _refuse_incomplete(folder, files)
-            return None, files
-    raise CheckpointError(
-        f"{folder} holds no weights: there is no .safetensors, .pth, .pt or .bin file in it"
-    )
-
-
-def _one(folder: Path, found: list[Path]) -> list[Path]:
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        raise CheckpointError(f"{folder} holds {names}; name the one meant, or move the others away")
-    return found
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no readable index of shards: {error!r}") from error
-
-
-def _refuse_absent(folder: Path, files: list[Path]) -> None:
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise CheckpointError(f"{folder}: the index names {', '.join(absent)}, not there; download it again")
-
-
-def _refuse_incomplete(folder: Path, files: list[Path]) -> None:
-    """Files without an index must be all the numbered parts of one series, or one file alone."""
-    parts = [_PART.search(file.stem) for file in files]
-    if not all(parts):
-        _one(folder, files)
-        return
-    held = {(int(part[1]), int(part[2])) for part in parts}
-    count = max(of for _, of in held)
-    absent = sorted({(number, count) for number in range(1, count + 1)} - held)
-    if absent:
-        listing = ", ".join(f"{number:05d}-of-{of:05d}" for number, of in absent)
-        raise CheckpointError(f"{folder} is not complete: the part {listing} is missing; download it again")
-
-
-def _refuse_misplaced(folder: Path, index: dict[str, str] | None, spans: dict[str, Span]) -> None:
-    """An index tells swapped or stale shards from right ones."""
-    if index is None:
-        return
-    for name, file in index.items():
-        if name not in spans:
-            raise CheckpointError(
-                f"{folder / file} does not hold {name}, which the index says is there; download it again"
-            )
-        if spans[name].path.name != Path(file).name:
-            raise CheckpointError(
-                f"{folder}: {name} is in {spans[name].path.name} and the index says {file}: shards are "
-                "swapped or of two downloads; download them again"
-            )
+def _is_state_dict(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(one, Tensor) for one in value.values())
 
 
 def _without_prefix(where: Path, spans: dict[str, Span]) -> dict[str, Span]:

@@ -68,8 +68,15 @@ def attend_within_clips(
 ) -> Tensor:
     """Softmax attention `[T, A, D]` where each clip's queries see that clip's keys alone.
 
+    ValueError unless both lists are of the same clips and account for all tokens.
+
     Clips of equal lengths are one batched call, others go one by one; without a mask every fast kernel fits.
     """
+    if len(query_tokens) != len(key_tokens) or sum(query_tokens) != len(query) or sum(key_tokens) != len(key):
+        raise ValueError(
+            f"queries of {list(query_tokens)} tokens in {len(query)}, keys of {list(key_tokens)} in"
+            f" {len(key)}"
+        )
     if len(set(query_tokens)) == len(set(key_tokens)) == 1:
         clips = len(query_tokens)
         q, k, v = (tensor.unflatten(0, (clips, -1)).transpose(1, 2) for tensor in (query, key, value))

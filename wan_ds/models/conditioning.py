@@ -48,6 +48,7 @@ class Conditioning(Protocol):
     images_optional: bool  # whether it may also go without
     expand_timesteps: bool  # the setting of diffusers' pipelines: every token has a timestep of its own
     given_share: float  # of the clips train with their images given
+    least_frames: int  # of a clip's pixels
 
     @staticmethod
     def in_channels(out_channels: int) -> int:
@@ -80,6 +81,7 @@ class TextToVideo:
     images_optional = False
     expand_timesteps = False
     given_share = 0.0
+    least_frames = 1
 
     @staticmethod
     def in_channels(out_channels: int) -> int:
@@ -117,6 +119,7 @@ class _ImagesBesideNoise:
     images_optional = False
     expand_timesteps = False
     given_share = 1.0
+    least_frames = 1
 
     @staticmethod
     def in_channels(out_channels: int) -> int:
@@ -158,6 +161,7 @@ class FirstLastFrame(_ImagesBesideNoise):
     """The first and the last frame: Wan 2.1 FLF2V. `DataError` for a clip of one frame."""
 
     images = 2
+    least_frames = TEMPORAL_STRIDE + 1  # the last frame beside the first
 
     def condition(
         self, pixels: Tensor, encode_video: EncodeVideo, encode_image: EncodeImage | None
@@ -166,7 +170,7 @@ class FirstLastFrame(_ImagesBesideNoise):
         if frames == 1:
             raise DataError(
                 "a clip of 1 frame has no last frame beside its first; this model trains on"
-                f" {TEMPORAL_STRIDE + 1} frames or more"
+                f" {self.least_frames} frames or more"
             )
         return _condition(pixels, [0, frames - 1], encode_video, encode_image)
 
@@ -182,6 +186,7 @@ class TextImageToVideo:
     images = 1
     images_optional = True
     expand_timesteps = True
+    least_frames = 1
 
     @staticmethod
     def in_channels(out_channels: int) -> int:

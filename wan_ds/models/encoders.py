@@ -7,12 +7,14 @@ Each clip, caption and image passes alone, so that its values do not depend on w
 import html
 import re
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import ftfy
 import torch
 from diffusers import AutoencoderKLWan
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -124,6 +126,8 @@ def _check_range(taker: str, pixels: Tensor) -> None:
     rule = f"{taker} takes float pixels in [-1, 1]"
     if not pixels.is_floating_point():
         raise DataError(f"{rule}, these are {pixels.dtype}; use pixels.float() / 127.5 - 1")
+    if not pixels.numel():
+        raise DataError(f"{rule}, and there are none in {list(pixels.shape)}")
     low, high = torch.stack(pixels.aminmax()).tolist()
     if not (low >= -PIXEL_LIMIT and high <= PIXEL_LIMIT):  # so that NaN is refused too
         raise DataError(
@@ -148,7 +152,12 @@ class TextEncoder:
 
     @torch.no_grad()
     def __call__(self, captions: list[str]) -> Tensor:
-        """Prompt embeddings `[B, 512, width]`, float32, zeros after its end; "" is the null caption."""
+        """Prompt embeddings `[B, 512, width]`, float32, zeros after its end; "" is the null caption.
+
+        ValueError unless there is a list with a caption in it.
+        """
+        if isinstance(captions, str) or not captions:
+            raise ValueError(f"captions must be a list of one or more, not {captions!r}")
         return torch.stack([self._encode(caption) for caption in captions])
 
     def _encode(self, caption: str) -> Tensor:
@@ -263,7 +272,7 @@ def _load(component: str, kind: Any, folder: str | Path, *, report: bool = True,
         loaded, found = kind.from_pretrained(
             folder, local_files_only=True, output_loading_info=True, **arguments
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"{component}: {folder} cannot be loaded: {error}") from error
     # Only a warning to the libraries, which fill them with random numbers.
     if found["missing_keys"] or found["mismatched_keys"]:

@@ -152,7 +152,7 @@ class WanTransformerBlock(transformer_wan.WanTransformerBlock):
         x = by_segment(_add_gated, [widened(hidden_states), x], [gate], segments)
         hidden_states = x.type_as(hidden_states)
 
-        x = self.norm2(widened(hidden_states)).type_as(hidden_states)
+        x = self.norm2(hidden_states)
         hidden_states = hidden_states + self.attn2(x, text, image, part.clip_tokens)
 
         x = by_segment(_modulate, [self.norm3(widened(hidden_states))], [ffn_shift, ffn_scale], segments)

@@ -15,6 +15,8 @@ from wan_ds import streams
 from wan_ds.errors import ConfigError
 from wan_ds.flow.timesteps import Interval, Timesteps, expert_intervals, mass
 
+POLICIES = ("natural", "balanced", "fixed", "alternate")
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -70,9 +72,13 @@ def plan_routing(  # noqa: PLR0913 - one argument a setting
     """The routing of the experts that train (null: all) under the one stored boundary.
 
     ``high_noise_share`` belongs to the policy ``fixed`` and ``run_length`` to ``alternate``. Raises
-    ConfigError where an expert would never be chosen.
+    ConfigError for what they cannot be, and where an expert would never be chosen.
     """
     intervals = expert_intervals(boundary)
+    _refuse_policy(policy, high_noise_share, run_length)
+    unknown = [name for name in experts or () if name not in intervals]
+    if unknown:
+        raise ConfigError(f"train.experts: {unknown[0]} is no expert; there are {', '.join(intervals)}")
     trained = [name for name in intervals if experts is None or name in experts]
     masses = {name: mass(timesteps, intervals[name]) for name in trained}
     idle = [name for name, share in masses.items() if not share > 0]
@@ -87,3 +93,12 @@ def plan_routing(  # noqa: PLR0913 - one argument a setting
         high = 0.5 if policy == "alternate" else high_noise_share
         shares = {"high_noise": high, "low_noise": 1 - high}
     return Routing(timesteps, shares, intervals, policy, seed, run_length or 1)
+
+
+def _refuse_policy(policy: str, high_noise_share: float | None, run_length: int | None) -> None:
+    if policy not in POLICIES:
+        raise ConfigError(f"train.routing.policy={policy}: must be {', '.join(POLICIES)}")
+    if policy == "fixed" and not (high_noise_share is not None and 0 < high_noise_share < 1):
+        raise ConfigError(f"train.routing.high_noise_share={high_noise_share}: must lie between 0 and 1")
+    if run_length is not None and run_length < 1:
+        raise ConfigError(f"train.routing.run_length={run_length}: must be at least 1")

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import AutoencoderKLWan
 
-from wan_ds.config import Config, Dtype, targets
+from wan_ds.config import Config, targets
 from wan_ds.data import preflight
 from wan_ds.data.clips import Clip, decode
+from wan_ds.data.images import read_image
 from wan_ds.data.latents import Encoded, EncodedClip
 from wan_ds.data.loader import Loader
 from wan_ds.data.readers import detect
-from wan_ds.errors import CheckpointError, ConfigError
+from wan_ds.errors import CheckpointError, ConfigError, DataError
 from wan_ds.flow.timesteps import Interval
 from wan_ds.interop import hub, lora
 from wan_ds.interop.lora import Lora
@@ -48,7 +49,7 @@ from wan_ds.training.guard import FirstSteps
 from wan_ds.training.loop import Expert
 from wan_ds.training.lr_schedule import Schedule
 from wan_ds.training.optimizer import build_optimizer
-from wan_ds.training.precision import Precision, named
+from wan_ds.training.precision import DTYPES, Precision, named
 from wan_ds.training.shards import shape_of, trainable
 from wan_ds.training.sources import ByOneRank, Fingerprint, locate, transformer_source
 from wan_ds.training.step import FlowMatching
@@ -65,6 +66,16 @@ def target_of(key: str, settings: dict[str, Any]) -> Callable[..., Any]:
 def make(key: str, settings: dict[str, Any], **supplied: Any) -> Any:
     """What the target of an open group makes of its settings."""
     return target_of(key, settings)(**supplied)
+
+
+def check_images(config: Config) -> None:
+    """Raise DataError for the first image file of ``sampling`` that cannot be read, with its setting."""
+    for name in ("images", "last_images"):
+        for path in getattr(config.sampling, name) or ():
+            try:
+                read_image(path, height=config.data.height, width=config.data.width)
+            except DataError as error:
+                raise DataError(f"sampling.{name}: {error}") from error
 
 
 def read_clips(config: Config, path: str | None = None) -> list[Clip]:
@@ -154,12 +165,12 @@ def locate_weights(config: Config, *, is_new: bool) -> None:
     ConfigError where an adapter does not fit the model.
     """
     model = config.model
+    for name in loaded_experts(config):
+        log.info("%s: starts from %s", name, source_of(config, name).where)
     for component in ("vae", "text_encoder", "tokenizer", "image_encoder", "image_processor"):
         weights = getattr(model, component).weights
         if weights is not None:
             locate(model.path, weights, component)
-    for name in loaded_experts(config):
-        source_of(config, name)
     settings = adapter_settings(config)
     if settings is not None:
         inject(on_meta(model.transformer), settings)
@@ -251,7 +262,7 @@ def load_encoders(config: Config, where: torch.device) -> Encoders:
     vae = load_vae(
         locate(model.path, model.vae.weights, "vae"),
         where,
-        torch.bfloat16 if model.vae.dtype is Dtype.bf16 else torch.float32,
+        DTYPES[model.vae.dtype.name],
         tiling=model.vae.tiling,
     )
     text = load_text_encoder(

@@ -27,7 +27,7 @@ from wan_ds.models.weights import DtypeOf
 if TYPE_CHECKING:
     from wan_ds.training.engine import Engine, FrozenEngine
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 _IMAGE_TOKENS = 257  # of one image, where the model's config does not say
 
 
@@ -80,7 +80,7 @@ def named(
 ) -> Precision:
     """The precision of the settings' names: fp32, bf16, and float8_e4m3fn for storage."""
     names = (trainable_dtype, frozen_dtype, compute_dtype, frozen_storage)
-    return Precision(*(None if name is None else _DTYPES[name] for name in names))
+    return Precision(*(None if name is None else DTYPES[name] for name in names))
 
 
 def dtype_of(name: str, loaded: torch.dtype, trainable: bool, precision: Precision) -> torch.dtype:

@@ -24,7 +24,6 @@ from wan_ds.training.experts import Routing
 from wan_ds.training.loop import Callback, Expert, Loop
 from wan_ds.training.lr_schedule import Schedule
 from wan_ds.training.sampling import Sample, build_pipeline, generate, guidance_of, write_samples
-from wan_ds.training.shots import Shot
 from wan_ds.training.sources import refuse_other_base
 from wan_ds.training.trackers import Trackers, WandbSettings
 
@@ -270,7 +269,14 @@ def sampling(
     guidance = guidance_of(wanted.guidance, list(config.model.experts))
 
     def write_videos(loop: Loop) -> None:
-        made_from = shots_of(config, encoded)
+        made_from = shots.of_settings(
+            wanted,
+            encoded.clips[: callbacks.CLIPS_SAMPLED],
+            conditioning,
+            read=encoded.read,
+            height=data.height,
+            width=data.width,
+        )
         prompts = [shot.prompt for shot in made_from]
         images = shots.images_of(made_from)
         with ExitStack() as stack:
@@ -308,8 +314,7 @@ def sampling(
                 wanted.shift,
                 made.expert_calls,
                 name,
-                image=shot.image and shot.image.source,
-                last_image=shot.last_image and shot.last_image.source,
+                **shot.sources,
             )
             for shot in made_from
         ]
@@ -319,24 +324,6 @@ def sampling(
         trackers.media(loop.step, {"samples": target / "contact.png"})
 
     return [callbacks.Periodic(write_videos, wanted.every_steps, wanted.at_start)]
-
-
-def shots_of(config: Config, encoded: Encoded) -> list[Shot]:
-    """What the videos of a run are made from: its prompts and image files, else its first clips' own."""
-    wanted, data = config.sampling, config.data
-    if wanted.prompts:
-        return shots.of_files(
-            wanted.prompts,
-            wanted.images or [],
-            wanted.last_images or [],
-            height=data.height,
-            width=data.width,
-        )
-    return shots.of_clips(
-        encoded.clips[: callbacks.CLIPS_SAMPLED],
-        images=parts.conditioning_of(config).images,
-        read=encoded.read,
-    )
 
 
 def tell_launcher(config: Config, rank: int) -> None:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 from torch import Tensor
 
 from wan_ds.data.clips import Clip
 from wan_ds.data.images import read_image
+from wan_ds.models.conditioning import Conditioning
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +27,33 @@ class Shot:
     prompt: str
     image: Frame | None = None
     last_image: Frame | None = None
+
+    @property
+    def sources(self) -> dict[str, str | None]:
+        """Where its frames are from, by the names that `Sample` has for them."""
+        frames = {"image": self.image, "last_image": self.last_image}
+        return {name: frame and frame.source for name, frame in frames.items()}
+
+
+def of_settings(  # noqa: PLR0913 - the settings, and what they are read with
+    sampling: Any,
+    clips: Sequence[Clip],
+    conditioning: Conditioning,
+    *,
+    read: Callable[[Clip], Tensor],
+    height: int,
+    width: int,
+) -> list[Shot]:
+    """What a run's videos are made from: its prompts and image files, else the clips, as they train.
+
+    `sampling` has `prompts`, `images` and `last_images`. Clips show their frames to a model that trains with
+    them: one whose share of clips with images is 0 is sampled from text.
+    """
+    if sampling.prompts:
+        return of_files(
+            sampling.prompts, sampling.images or [], sampling.last_images or [], height=height, width=width
+        )
+    return of_clips(clips, images=conditioning.images if conditioning.given_share > 0 else 0, read=read)
 
 
 def of_clips(clips: Sequence[Clip], *, images: int, read: Callable[[Clip], Tensor]) -> list[Shot]:

@@ -40,12 +40,31 @@ def locate(path: str | None, weights: str, component: str) -> Path:
             return folder.resolve()
     if base is not None and is_run(base):
         model = run_folder.read(base)["model"]
-        weights = model[component]["weights"]
+        weights = model.get(component, {}).get("weights")
+        if weights is None:
+            raise CheckpointError(
+                f"model.path={path}: that run has no {component}; choose the run's own model, or name a "
+                f"folder in model.{component}.weights"
+            )
         return locate(_path_of(model, weights), weights, component)
     raise CheckpointError(
-        f"model.{component}.weights={weights}: no such folder under model.path={path}; name a local folder "
-        "in diffusers' layout (a hub name is downloaded first: hf download <name> --local-dir <folder>)"
+        f"model.{component}.weights={weights}: no such folder under model.path={path}; "
+        f"{_advice(base, weights, component)}"
     )
+
+
+def _advice(base: Path | None, weights: str, component: str) -> str:
+    """What to type for a component that is not where it was looked for."""
+    if base is None:
+        return "there is no such model.path here either; name a folder in diffusers' layout"
+    if weights != component and (base / component).is_dir():
+        return f"type model.{component}.weights={component}"
+    if _pickles(base) or any(base.glob("*.pth")):
+        return (
+            "Wan's own files of it are read once they are converted: "
+            f"python scripts/convert.py source={base} target=... format=diffusers"
+        )
+    return "name a folder in diffusers' layout"
 
 
 def is_run(folder: Path) -> bool:
@@ -79,6 +98,7 @@ def transformer_source(path: str | None, weights: str | None, expert: str) -> So
         if run is not None and is_run(Path(run)):
             return _of_run(Path(run), expert)
     if weights is None:
+        _refuse_unread(path, expert)
         return None
     place = _place(path, weights, expert)
     files = open_tensor_files(place)
@@ -92,6 +112,23 @@ def transformer_source(path: str | None, weights: str | None, expert: str) -> So
         except CheckpointError as error:
             raise CheckpointError(f"{files.where}: {error}") from error
     return _Transformer(files, names, _config(place))
+
+
+def _refuse_unread(path: str | None, expert: str) -> None:
+    """Random numbers are no surprise: not beside a folder that holds what the expert could start from."""
+    base = None if path is None else hub.local_path(path)
+    if base is None:
+        return
+    place = _SECOND if expert == "low_noise" else "transformer"
+    found = [name for name in (place, f"{expert}_model") if (base / name).is_dir()]
+    if base.is_file() or any(base.glob("*.safetensors")):
+        found.append(path)
+    if found:
+        raise CheckpointError(
+            f"model.experts.{expert}.weights=null: model.path={path} holds {found[0]}, which would not be "
+            f"read; type model.experts.{expert}.weights={found[0]}, or another model.path to start from "
+            "the seed"
+        )
 
 
 def _of_run(run: Path, expert: str) -> Source | None:
