@@ -467,6 +467,6 @@ def test_images_of_one_name_do_not_share_a_folder(tmp_path):
     for folder in ("one", "two"):
         image = tmp_path / folder / "0001.png"
         options = sample.SampleOptions(run="r", prompt="a cat", image=str(image))
-        subject = mock.Mock(weights=Path("step_00000004"), defaults={})
+        subject = mock.Mock(weights=Path("step_00000004"), kind="", defaults={})
         names.add(sample.folder_name(subject, options))
     assert len(names) == 2 and all(name.startswith("step_00000004-a-cat-0001-") for name in names)

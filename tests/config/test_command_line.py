@@ -481,7 +481,7 @@ def test_any_other_error_in_the_run_keeps_its_traceback(monkeypatch):
         (["--cfg", "job", "train.steps=7"], ["  steps: 7\n", "run_name: quickstart\n", "${model.shift}"]),
         (["--cfg=job", "--resolve"], ["run_dir: runs/quickstart\n"]),
         (["-c", "job", "seed=4"], ["seed: 4"]),
-        (["--help", "train.steps=7"], ["recipe: quickstart, wan2.1-flf2v-14b", "  train.steps=7\n"]),
+        (["--help", "train.steps=7"], ["recipe: quickstart, quickstart-lora, wan2.1", "  train.steps=7\n"]),
         (["--info"], [str(conf_dir()), "parallelism: ddp, zero2"]),
     ],
 )

@@ -96,9 +96,9 @@ def test_a_folder_that_would_not_be_read_is_refused(tmp_path):
         (tmp_path / name).mkdir()
     typed = ["model=tiny-wan2.2-t2v-a14b", f"model.path={tmp_path}"]
     with pytest.raises(CheckpointError, match=r"experts\.low_noise\.weights=null: .* holds transformer_2"):
-        parts.locate_weights(settings(*typed, "train.experts=[low_noise]"))
+        parts.locate_weights(settings(*typed, "train.experts=[low_noise]"), is_new=True)
     with pytest.raises(CheckpointError, match=r"type model\.vae\.weights=vae"):
-        parts.locate_weights(settings(*typed, "train.experts=[high_noise]"))
+        parts.locate_weights(settings(*typed, "train.experts=[high_noise]"), is_new=True)
 
 
 def test_encoders_in_wans_own_layout_are_told_how_they_are_read(tmp_path):

@@ -170,6 +170,14 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def spans_of(path: Path) -> dict[str, Span]:
+    """Where one file's tensors lie, under their own names; errors as `open_tensor_files`.
+
+    Unlike there, any prefix and any dtype may stand in it.
+    """
+    return _contents(path).spans
+
+
 def _contents(path: Path) -> Contents:
     if path.suffix not in (".safetensors", *PICKLES):
         raise CheckpointError(
