@@ -15,6 +15,7 @@ FOUNDATIONS = {"errors", "streams"}
 LEAVES = {"flow", "models", "data", "parallel", "interop"}
 ENTRY_POINTS = {"train", "sample", "evaluate", "convert", "export"}
 MAY_SEE_SETTINGS = {
+    "training/networks",
     "training/parts",
     "training/run",
     "training/runs",

@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 from omegaconf import MISSING
 
-from wan_ds.config import Dtype
 from wan_ds.config.command_line import simple_command
 from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.training import checkpoint as checkpoints
-from wan_ds.training import evaluation, parts
+from wan_ds.training import evaluation, networks, parts
 from wan_ds.training.meters import Meters
-from wan_ds.training.runs import Kind, kind_of, load_experts, opened
+from wan_ds.training.runs import KINDS, Kind, kind_of, load_experts, opened
 
 
 @dataclass
@@ -30,9 +29,7 @@ class EvaluateOptions:
     )
     clips: int | None = field(default=None, metadata={"help": "default: the run's, as the next"})
     sigmas_per_clip: int | None = None
-    weights: Kind | None = field(
-        default=None, metadata={"help": "live, or ema: the averages, the default where the run keeps any"}
-    )
+    weights: Kind | None = field(default=None, metadata={"help": KINDS})
     batch_size: int = field(default=1, metadata={"help": "clips in one forward; changes no number"})
 
 
@@ -61,7 +58,7 @@ def main(options: EvaluateOptions) -> int:
         raise CheckpointError(
             f"{folder} lacks {', '.join(sorted(absent))}, which owns some of the noise levels"
         )
-    with torch.autocast(where.type, torch.bfloat16, enabled=config.precision.compute_dtype is Dtype.bf16):
+    with networks.precision_of(config).autocast(where.type):
         losses = {
             name: evaluation.probe_losses(
                 routed,

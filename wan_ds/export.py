@@ -42,7 +42,7 @@ from wan_ds.interop.tensor_files import Stored
 from wan_ds.models.encoders import load_image_encoder
 from wan_ds.models.weights import Source, on_meta
 from wan_ds.training import checkpoint as checkpoints
-from wan_ds.training import parts
+from wan_ds.training import networks, parts
 from wan_ds.training.exported import INDEX, Note
 from wan_ds.training.runs import (
     Kind,
@@ -55,6 +55,7 @@ from wan_ds.training.runs import (
     run_config,
 )
 from wan_ds.training.sampling import PLACES
+from wan_ds.training.sources import is_run
 
 README = "README.md"
 STEM = "diffusion_pytorch_model"
@@ -100,6 +101,8 @@ def main(options: ExportOptions) -> int:
     _refuse_format(options, is_lora(run_config(run)))
     config, checkpoint = opened(run, options.checkpoint)
     kind = kind_of(config, options.weights)
+    if kind is Kind.base:
+        raise ConfigError("weights=base: is what the run started from; export that")
     adapters = {}
     if is_lora(config):
         trained = checkpoints.read_state(checkpoint).experts
@@ -258,12 +261,25 @@ def write_adapters(
     target: Path, config: Config, adapters: Mapping[str, Lora], dialect: Format, name: str
 ) -> None:
     """A file for each expert that trained, and how to load them."""
-    shapes = parts.linear_shapes(config)
+    shapes = networks.linear_shapes(config)
     files = {
         expert: lora.write(adapter, target, dialect.name, name, shapes).name
         for expert, adapter in adapters.items()
     }
-    (target / README).write_text(lora.readme(adapters, {dialect.name: files}), encoding="utf-8")
+    text = lora.readme(adapters, {dialect.name: files}, *base_in_diffusers(adapters))
+    (target / README).write_text(text, encoding="utf-8")
+
+
+def base_in_diffusers(adapters: Mapping[str, Lora]) -> tuple[str, str | None]:
+    """The base as diffusers opens it, and the command that makes it where it is in another layout."""
+    base = next(iter(adapters.values())).metadata.get("base", lora.UNKNOWN_BASE)
+    folder = Path(base)
+    if is_run(folder):
+        return f"{base}/export/diffusers", f"python scripts/export.py run={base} format=diffusers"
+    if folder.is_dir() and not (folder / INDEX).is_file():
+        made = f"{base}-diffusers"
+        return made, f"python scripts/convert.py source={base} target={made} format=diffusers"
+    return base, None
 
 
 def _write_merged_readme(

@@ -25,7 +25,7 @@ from wan_ds.errors import ConfigError, DataError
 from wan_ds.models.encoders import decode_latents, encode_video
 from wan_ds.training import exported, parts, shots
 from wan_ds.training.comparison import Comparison, compare, samples_table, table
-from wan_ds.training.runs import Kind, experts_told, opened
+from wan_ds.training.runs import KINDS, Kind, experts_told, opened
 from wan_ds.training.sampling import (
     Generated,
     Pipeline,
@@ -58,9 +58,7 @@ class SampleOptions:
     image: str | None = field(default=None, metadata={"help": "the first frame, a file", "path": True})
     last_image: str | None = field(default=None, metadata={"help": "the last frame, a file", "path": True})
     checkpoint: str = field(default="latest", metadata={"help": "latest, or a folder's name: step_00000100"})
-    weights: Kind | None = field(
-        default=None, metadata={"help": "live, or ema: the averages, the default where the run keeps any"}
-    )
+    weights: Kind | None = field(default=None, metadata={"help": KINDS})
     seed: int | None = None
     steps: int | None = None
     guidance: float | None = field(default=None, metadata={"help": "of every expert; 1 is none"})
@@ -123,7 +121,7 @@ def main(options: SampleOptions) -> int:
         image_encoder=image_encoder,
     )
     # The weights stay as they are; what is computed in bf16 is what training computed in bf16.
-    with torch.autocast(device.type, torch.bfloat16, enabled=subject.is_bf16):
+    with torch.autocast(device.type, torch.bfloat16, enabled=subject.is_autocast):
         made = _generate(pipeline, settings, embeds, made_from)
     videos = [decode_latents(vae, one.latents)[0].cpu() for one in made]
 

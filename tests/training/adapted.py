@@ -39,13 +39,20 @@ def loop(decay: float | None = None, **options) -> Loop:
     return made
 
 
-def write_base(folder: Path, typed: list[str]) -> list[str]:
-    """Bases with a head that is not zero, of the model that these overrides describe, and what names them."""
+def write_base(folder: Path, typed: list[str], attention: torch.dtype = torch.float32) -> list[str]:
+    """Bases with a head that is not zero, of the model that these overrides describe, and what names them.
+
+    ``attention``: what the weights of its attention are stored in, all else in float32.
+    """
     architecture = configure(parse([*typed, "run_dir=x"])).model.transformer
     named = []
     for number, name in enumerate(("high_noise", "low_noise")):
         built = randomised(build_transformer(architecture, None, seed=number), number, 0.1)
         (folder / name).mkdir(parents=True)
-        save_file(built.state_dict(), folder / name / "diffusion_pytorch_model.safetensors")
+        state = {
+            key: value.to(attention) if ".attn" in key and value.ndim == 2 else value
+            for key, value in built.state_dict().items()
+        }
+        save_file(state, folder / name / "diffusion_pytorch_model.safetensors")
         named.append(f"model.experts.{name}.weights={folder / name}")
     return named

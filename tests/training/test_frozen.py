@@ -10,10 +10,12 @@ import torch
 
 from tests.training import adapted
 from tests.training.test_resume import KILLED, SMALL, records, runs
+from wan_ds import evaluate
 from wan_ds.config import Config
 from wan_ds.config.command_line import parse
 from wan_ds.config.composition import configure
 from wan_ds.errors import CheckpointError
+from wan_ds.evaluate import EvaluateOptions
 from wan_ds.training import adapters, checkpoint
 from wan_ds.training.sources import transformer_source
 
@@ -36,7 +38,7 @@ ALONE = [
 
 
 def test_a_killed_run_ends_as_one_that_never_was_and_holds_one_expert(tmp_path):
-    typed = [*ALONE, *adapted.write_base(tmp_path / "base", SMALL)]
+    typed = [*ALONE, *adapted.write_base(tmp_path / "base", SMALL, torch.bfloat16)]
     plan = [
         {"arguments": [*typed, "run_dir=straight"], "moment": None},
         {"arguments": [*typed, "run_dir=killed"], "moment": ["inside a step", 5]},
@@ -57,6 +59,12 @@ def test_a_killed_run_ends_as_one_that_never_was_and_holds_one_expert(tmp_path):
     for name in (adapters.FILE, "ema_rank_00000.safetensors", "ema_rank_00001.safetensors"):
         one, other = ((end / "low_noise" / name).read_bytes() for end in ends)
         assert one == other
+    # one process computes what two did, the base's dtypes and the averages included
+    evaluate.main(EvaluateOptions(run=str(tmp_path / "straight")))
+    again = json.loads((tmp_path / "straight" / "evaluation" / f"{ends[0].name}.json").read_text())
+    for key in ("eval/loss", "eval/high_noise/loss", "eval/low_noise/loss"):
+        assert again[key] == pytest.approx(found[-1][key], rel=1e-5)
+    assert "its dtypes" in (tmp_path / "log").read_text()
     (made,) = json.loads((tmp_path / "straight" / "samples" / ends[0].name / "samples.json").read_text())
     assert all(calls > 0 for calls in made["expert_calls"].values()) and len(made["expert_calls"]) == 2
 
@@ -99,12 +107,12 @@ def _resident() -> int:
 def _frozen_bytes() -> tuple[int, int, int]:
     """Bytes of a frozen expert, of this rank's shards, and by which the process grew."""
     from wan_ds.parallel.mesh import Mesh
-    from wan_ds.training import parts
+    from wan_ds.training import networks
 
     config, mesh = _config(), Mesh()
-    parts.build_frozen(config, "low_noise", mesh)  # what the first one of a process takes is not asked
+    networks.build_frozen(config, "low_noise", mesh)  # what the first one of a process takes is not asked
     before = _resident()
-    engine = parts.build_frozen(config, "high_noise", mesh)
+    engine = networks.build_frozen(config, "high_noise", mesh)
     grown = _resident() - before
     whole = sum(parameter.ds_numel * 4 for _, parameter in engine.parameters())
     held = sum(engine.shard(parameter).nbytes for _, parameter in engine.parameters())

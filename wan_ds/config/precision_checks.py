@@ -27,6 +27,11 @@ def check_precision(config: Config) -> None:
     key = f"precision.frozen_storage={precision.frozen_storage.name}"
     if config.adapter.rank is None:
         raise ConfigError(f"{key}: only a frozen base can be stored in 8 bits; type adapter=lora")
+    if precision.frozen_dtype is Dtype.fp32:
+        raise ConfigError(
+            f"precision.frozen_dtype=fp32: the rest of a base in 8 bits ({key}) is bf16, and computes in it; "
+            "leave precision.frozen_dtype out"
+        )
     if config.parallelism.recompute.name == "none":
         raise ConfigError(
             f"{key}: without recomputation the decoded weights would live until backward; "

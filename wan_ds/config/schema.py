@@ -128,7 +128,7 @@ class Parallelism:
 @dataclass
 class Precision:
     trainable_dtype: Dtype = Dtype.fp32
-    frozen_dtype: Dtype | None = None  # null: every frozen tensor as it was loaded
+    frozen_dtype: Dtype | None = None  # null: every frozen tensor as loaded; bf16 with frozen_storage
     compute_dtype: Dtype | None = Dtype.fp32  # null: each product in the dtype of its weights
     frozen_storage: Storage | None = None  # of the frozen linear weights in the blocks; null: as frozen_dtype
 

@@ -6,6 +6,7 @@ import math
 import types
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from wan_ds.config.nearest import suggest
@@ -42,6 +43,17 @@ def find(key: str, target: Any) -> Callable[..., Any]:
         hint = f"; did you mean {module_name}.{near[0]}?" if near else ""
         raise ConfigError(f"{key}._target_={target}: {module_name} has no {attribute}{hint}")
     return found
+
+
+def bind(key: str, settings: dict[str, Any]) -> Callable[..., Any]:
+    """The target of an open group with its settings bound, to be called with what training supplies."""
+    given = {name: value for name, value in settings.items() if name not in DIRECTIVES}
+    return partial(find(key, settings["_target_"]), **given)
+
+
+def make(key: str, settings: dict[str, Any], **supplied: Any) -> Any:
+    """What the target of an open group makes of its settings."""
+    return bind(key, settings)(**supplied)
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

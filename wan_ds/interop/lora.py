@@ -178,10 +178,17 @@ def _expert_by_name(path: Path) -> str | None:
     return None
 
 
-def readme(loras: Mapping[str, Lora], files: Mapping[str, Mapping[str, str]]) -> str:
+def readme(
+    loras: Mapping[str, Lora],
+    files: Mapping[str, Mapping[str, str]],
+    base: str | None = None,
+    making: str | None = None,
+) -> str:
     """The README.md of an export: what the adapters are and the lines that load them.
 
-    ``loras`` by expert; ``files``: of each dialect written, each expert's file, relative to the README.
+    ``loras`` by expert; ``files``: of each dialect written, each expert's file, relative to the README;
+    ``base``: what diffusers opens, if not what the adapters' metadata
+    say; ``making``: the command that makes it, where it has to be made.
     """
     first = next(iter(loras.values()))
     said = {key: first.metadata.get(key, "not said") for key in ("model", "base", "shift", "boundary")}
@@ -201,9 +208,11 @@ def readme(loras: Mapping[str, Lora], files: Mapping[str, Mapping[str, str]]) ->
     if for_diffusers is None:
         lines.append("None of these files; export once more with format=diffusers.")
     else:
+        if making is not None:
+            lines += [f"`{making}` makes the base in diffusers' layout.", ""]
         lines += [
             "```python",
-            *_diffusers_lines(first.metadata.get("base", UNKNOWN_BASE), files[for_diffusers]),
+            *_diffusers_lines(base or first.metadata.get("base", UNKNOWN_BASE), files[for_diffusers]),
             "```",
         ]
     lines += ["", "## ComfyUI", ""]

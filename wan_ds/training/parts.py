@@ -1,11 +1,10 @@
-"""From settings to the parts of a run: clips, encoders, experts. The only place that knows both."""
+"""From settings to the parts of a run beside its networks: clips, encoders, routing, schedules."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -18,10 +17,8 @@ from wan_ds.data.latents import Encoded, EncodedClip
 from wan_ds.data.loader import Loader
 from wan_ds.data.readers import detect
 from wan_ds.errors import CheckpointError, ConfigError, DataError
-from wan_ds.flow.timesteps import Interval
-from wan_ds.interop import hub, lora
-from wan_ds.interop.lora import Lora
-from wan_ds.models.adapter import AdapterSettings, inject
+from wan_ds.interop import hub
+from wan_ds.models.adapter import inject
 from wan_ds.models.conditioning import Conditioning
 from wan_ds.models.encoders import (
     ImageEncoder,
@@ -31,41 +28,16 @@ from wan_ds.models.encoders import (
     load_text_encoder,
     load_vae,
 )
-from wan_ds.models.weights import (
-    Drawn,
-    Source,
-    build_transformer,
-    count_parameters,
-    on_meta,
-    refuse_misfit,
-)
+from wan_ds.models.weights import on_meta
 from wan_ds.parallel.mesh import Mesh
-from wan_ds.training.adapters import Adapter
-from wan_ds.training.agreement import agreed, of_rank_0
-from wan_ds.training.ema import Ema
-from wan_ds.training.engine import Engine, FrozenEngine, partition_of
+from wan_ds.training import networks
 from wan_ds.training.experts import Routing, plan_routing
-from wan_ds.training.guard import FirstSteps
-from wan_ds.training.loop import Expert
 from wan_ds.training.lr_schedule import Schedule
-from wan_ds.training.optimizer import build_optimizer
-from wan_ds.training.precision import DTYPES, Precision, named
-from wan_ds.training.shards import shape_of, trainable
-from wan_ds.training.sources import ByOneRank, Fingerprint, locate, transformer_source
+from wan_ds.training.precision import DTYPES
+from wan_ds.training.sources import locate
 from wan_ds.training.step import FlowMatching
 
 log = logging.getLogger(__name__)
-
-
-def target_of(key: str, settings: dict[str, Any]) -> Callable[..., Any]:
-    """The target of an open group with its settings bound, to be called with what training supplies."""
-    arguments = {name: value for name, value in settings.items() if name not in targets.DIRECTIVES}
-    return partial(targets.find(key, settings["_target_"]), **arguments)
-
-
-def make(key: str, settings: dict[str, Any], **supplied: Any) -> Any:
-    """What the target of an open group makes of its settings."""
-    return target_of(key, settings)(**supplied)
 
 
 def check_images(config: Config) -> None:
@@ -81,7 +53,7 @@ def check_images(config: Config) -> None:
 def read_clips(config: Config, path: str | None = None) -> list[Clip]:
     """The clips of ``data.path``, or of another folder of the same format; raises DataError."""
     path = config.data.path if path is None else path
-    reader = detect(path) if config.data.reader is None else make("data.reader", config.data.reader)
+    reader = detect(path) if config.data.reader is None else targets.make("data.reader", config.data.reader)
     clips = reader(path)
     is_training = path == config.data.path
     return clips[: config.data.limit] if is_training else clips
@@ -103,7 +75,7 @@ def checked_clips(config: Config, path: str | None = None) -> list[Clip]:
 def routing_of(config: Config) -> Routing:
     """Which expert works when."""
     return plan_routing(
-        make("timesteps", config.timesteps),
+        targets.make("timesteps", config.timesteps),
         boundary=config.model.boundary,
         experts=config.train.experts,
         policy=config.train.routing.policy.name,
@@ -115,14 +87,14 @@ def routing_of(config: Config) -> Routing:
 
 def conditioning_of(config: Config) -> Conditioning:
     """What the network is given beside the noised latents and the text."""
-    return make("model.conditioning", config.model.conditioning)
+    return targets.make("model.conditioning", config.model.conditioning)
 
 
 def objective_of(config: Config, routing: Routing) -> FlowMatching:
     """What the experts learn."""
     return FlowMatching(
         routing.timesteps,
-        target_of("weighting", config.weighting),
+        targets.bind("weighting", config.weighting),
         conditioning_of(config),
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
@@ -137,7 +109,7 @@ def with_local_weights(config: Config) -> tuple[Config, str | None]:
     """
     model = config.model
     components = (model.vae, model.text_encoder, model.tokenizer, model.image_encoder, model.image_processor)
-    experts = [model.experts[name] for name in loaded_experts(config)]
+    experts = [model.experts[name] for name in networks.loaded_experts(config)]
     named = [part.weights for part in (*components, *experts) if part.weights is not None]
     # A bare name is the model's own part, whatever the current folder happens to hold.
     below = [weights for weights in named if "/" not in weights or not Path(weights).exists()]
@@ -153,11 +125,6 @@ def with_local_weights(config: Config) -> tuple[Config, str | None]:
     return replace(config, model=replace(model, path=path)), commit
 
 
-def loaded_experts(config: Config) -> list[str]:
-    """The experts that are built: those that train, and the frozen ones beside them."""
-    return [*(config.train.experts or config.model.experts), *config.train.frozen_experts]
-
-
 def locate_weights(config: Config, *, is_new: bool) -> None:
     """Raise CheckpointError for the first component that is missing or does not fit; reads headers alone.
 
@@ -165,86 +132,17 @@ def locate_weights(config: Config, *, is_new: bool) -> None:
     ConfigError where an adapter does not fit the model.
     """
     model = config.model
-    for name in loaded_experts(config):
-        log.info("%s: starts from %s", name, source_of(config, name).where)
+    for name in networks.loaded_experts(config):
+        log.info("%s: starts from %s", name, networks.source_of(config, name).where)
     for component in ("vae", "text_encoder", "tokenizer", "image_encoder", "image_processor"):
         weights = getattr(model, component).weights
         if weights is not None:
             locate(model.path, weights, component)
-    settings = adapter_settings(config)
+    settings = networks.adapter_settings(config)
     if settings is not None:
         inject(on_meta(model.transformer), settings)
         for name in config.adapter.init_from if is_new else ():
-            adapter_start(config, name)
-
-
-def source_of(config: Config, expert: str) -> Source:
-    """What an expert starts from, its names and shapes those of the model; raises CheckpointError."""
-    model = on_meta(config.model.transformer)
-    source = transformer_source(config.model.path, config.model.experts[expert].weights, expert)
-    if source is None:
-        return Drawn(model, config.seed, expert)
-    refuse_misfit(model, source)
-    return source
-
-
-def adapter_settings(config: Config) -> AdapterSettings | None:
-    """Shape and places of the adapters that train; None where all weights do."""
-    adapter = config.adapter
-    if adapter.rank is None:
-        return None
-    return AdapterSettings(
-        rank=adapter.rank,
-        alpha=float(adapter.rank if adapter.alpha is None else adapter.alpha),
-        targets=list(adapter.targets),
-        rslora=adapter.rslora,
-        dropout=adapter.dropout,
-        rank_pattern=dict(adapter.rank_pattern),
-        alpha_pattern=dict(adapter.alpha_pattern),
-    )
-
-
-def adapter_of(config: Config, name: str, base: str | None) -> Adapter | None:
-    """An expert's adapter as its file describes it; ``base``: what a person calls the model."""
-    settings, model = adapter_settings(config), config.model
-    if settings is None:
-        return None
-    said = {
-        "expert": name,
-        "boundary": model.boundary,
-        "shift": model.shift,
-        "base": base,
-        "rank": settings.rank,
-        "alpha": settings.alpha,
-        "model": model.name,
-    }
-    return Adapter(settings, {key: str(value) for key, value in said.items() if value is not None})
-
-
-def adapter_start(config: Config, name: str) -> Lora | None:
-    """The adapter that an expert goes on from; None where it starts from the seed.
-
-    Raises CheckpointError if the file is another expert's or another architecture's.
-    """
-    path = config.adapter.init_from.get(name)
-    if path is None:
-        return None
-    given = lora.read(path)
-    lora.refuse_swapped(given, name)
-    lora.refuse_unfit(given, linear_shapes(config))
-    return given
-
-
-def linear_shapes(config: Config) -> lora.Shapes:
-    """The sizes of the model's linear layers."""
-    return lora.linear_shapes(dict(on_meta(config.model.transformer).named_parameters()))
-
-
-def precision_of(config: Config) -> Precision:
-    """What every parameter is stored in, and what is computed in."""
-    chosen = config.precision
-    names = (chosen.trainable_dtype, chosen.frozen_dtype, chosen.compute_dtype, chosen.frozen_storage)
-    return named(*(None if one is None else one.name for one in names))
+            networks.adapter_start(config, name)
 
 
 class Encoders(NamedTuple):
@@ -334,94 +232,6 @@ def loader_of(config: Config, clips: list[Clip], mesh: Mesh) -> Loader:
 def schedules_of(config: Config, routing: Routing) -> dict[str, Schedule]:
     """A schedule for exactly the steps that each expert will take."""
     counts = routing.counts(config.train.steps)
-    return {name: make("lr_schedule", config.lr_schedule, steps=counts[name]) for name in routing.shares}
-
-
-def build_expert(  # noqa: PLR0913
-    config: Config,
-    name: str,
-    interval: Interval,
-    schedule: Schedule,
-    mesh: Mesh,
-    *,
-    is_new: bool = True,
-    base: str | None = None,
-) -> Expert:
-    """One expert that trains, its weights read or drawn, sharded over the mesh.
-
-    ``is_new``: no checkpoint follows, so an adapter starts from `adapter.init_from`; ``base``: what a person
-    calls the model, for the adapter's file.
-    """
-    precision, settings = precision_of(config), adapter_settings(config)
-    zero_optimization = dict(config.parallelism.zero_optimization)
-    source = agreed(lambda: source_of(config, name))
-    witness = Fingerprint(source)
-    model = build_transformer(
-        config.model.transformer,
-        ByOneRank(source if settings is None else witness),
-        seed=config.seed,
-        expert=name,
-        dtype_of=precision.dtype_of,
-        adapter=settings,
-        init_from=agreed(lambda: adapter_start(config, name)) if is_new else None,
-        frozen_storage=precision.frozen_storage,
-        partition=partition_of(zero_optimization),
-    )
-    if config.parallelism.recompute.name == "full":
-        model.enable_gradient_checkpointing()
-    if settings is not None:
-        model.patch_embedding.register_forward_hook(_with_gradient)
-    parameters = count_parameters(model)
-    engine = Engine(
-        model.train(),
-        build_optimizer(model, target_of("optimizer", config.optimizer)),
-        mesh,
-        zero_optimization=zero_optimization,
-        micro_batch_size=config.train.micro_batch_size,
-        max_grad_norm=config.train.max_grad_norm,
-        precision=precision,
-    )
-    trained = sum(torch.Size(shape_of(p)).numel() for _, p in trainable(engine))
-    log.info(
-        "%s: %.2f M parameters, %.2f M of them train, %d steps planned",
-        name,
-        parameters / 1e6,
-        trained / 1e6,
-        schedule.steps,
-    )
-    return Expert(
-        name=name,
-        interval=interval,
-        engine=engine,
-        schedule=schedule,
-        base_lr=config.optimizer["lr"] * config.train.lr_scale.get(name, 1.0),
-        guard=FirstSteps(name, engine),
-        adapter=adapter_of(config, name, base),
-        base=None if settings is None else of_rank_0(witness.value),
-        ema=None if config.ema.decay is None else Ema(engine, config.ema.decay),
-    )
-
-
-def _with_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:  # noqa: ARG001
-    """Let gradients reach the first block's input.
-
-    Where no input has one, ZeRO-3 takes a block's backward for done when it begins, and lets its weights go.
-    """
-    if torch.is_grad_enabled():
-        output.requires_grad_()
-
-
-def build_frozen(config: Config, name: str, mesh: Mesh) -> FrozenEngine:
-    """One expert that does not train, sharded over the mesh, for evaluation and sampling."""
-    precision = precision_of(config)
-    zero_optimization = dict(config.parallelism.zero_optimization)
-    model = build_transformer(
-        config.model.transformer,
-        ByOneRank(agreed(lambda: source_of(config, name))),
-        dtype_of=precision.dtype_of,
-        is_trainable=lambda _: False,
-        frozen_storage=precision.frozen_storage,
-        partition=partition_of(zero_optimization),
-    )
-    log.info("%s: %.2f M parameters, frozen", name, count_parameters(model) / 1e6)
-    return FrozenEngine(model, mesh, zero_optimization=zero_optimization, precision=precision)
+    return {
+        name: targets.make("lr_schedule", config.lr_schedule, steps=counts[name]) for name in routing.shares
+    }

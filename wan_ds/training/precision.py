@@ -36,7 +36,7 @@ class Precision:
     """How an engine stores and computes.
 
     Attributes:
-        frozen_dtype: of frozen tensors; None as each was stored.
+        frozen_dtype: of frozen tensors; None as each was stored, or bfloat16 around linear weights in 8 bits.
         compute_dtype: bfloat16 over float32 weights is torch's autocast; None or float32: each product in
             the dtype of its weights.
         frozen_storage: of the frozen linear weights in blocks, see `wan_ds.models.quantised`; None as
@@ -78,7 +78,12 @@ def named(
     compute_dtype: str | None,
     frozen_storage: str | None = None,
 ) -> Precision:
-    """The precision of the settings' names: fp32, bf16, and float8_e4m3fn for storage."""
+    """The precision of the settings' names: fp32, bf16, and float8_e4m3fn for storage.
+
+    A base in 8 bits is bfloat16 elsewhere, whatever it was stored in, and so computes in it.
+    """
+    if frozen_storage is not None and frozen_dtype is None:
+        frozen_dtype = "bf16"
     names = (trainable_dtype, frozen_dtype, compute_dtype, frozen_storage)
     return Precision(*(None if name is None else DTYPES[name] for name in names))
 

@@ -18,11 +18,12 @@ from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.models.encoders import decode_latents
 from wan_ds.parallel.mesh import Mesh
 from wan_ds.parallel.reduce import any_rank, host_group
-from wan_ds.training import callbacks, checkpoint, evaluation, parts, run_folder, shots
+from wan_ds.training import callbacks, checkpoint, evaluation, networks, parts, run_folder, shots
 from wan_ds.training.engine import device
 from wan_ds.training.experts import Routing
 from wan_ds.training.loop import Callback, Expert, Loop
 from wan_ds.training.lr_schedule import Schedule
+from wan_ds.training.precision import audit, audit_table
 from wan_ds.training.sampling import Sample, build_pipeline, generate, guidance_of, write_samples
 from wan_ds.training.sources import refuse_other_base
 from wan_ds.training.trackers import Trackers, WandbSettings
@@ -156,13 +157,16 @@ def build_loop(  # noqa: PLR0913 - what train.py lists
     encoders = parts.load_encoders(config, device())
     encoded = parts.encoded_of(config, clips, encoders, keep=config.data.keep_latents)
     experts = {
-        name: parts.build_expert(
+        name: networks.build_expert(
             config, name, routing.intervals[name], schedule, mesh, is_new=folder is None, base=base
         )
         for name, schedule in schedules.items()
     }
-    frozen = {name: parts.build_frozen(config, name, mesh) for name in config.train.frozen_experts}
+    frozen = {name: networks.build_frozen(config, name, mesh) for name in config.train.frozen_experts}
     first_step = 0 if folder is None else restore(experts, folder)
+    for name, network in (experts | frozen).items():
+        told = audit_table(audit(network.engine if isinstance(network, Expert) else network))
+        log.info("%s: its dtypes\n%s", name, told)
     logger = callbacks.Log(trackers, config.tracker.log_every_steps, mesh.is_main)
     saving = config.checkpoint
     return Loop(
@@ -215,7 +219,7 @@ def evaluation_levels(config: Config, routing: Routing) -> torch.Tensor:
     """The noise levels of validation; raises ConfigError if no expert that is loaded owns one of them."""
     count = config.evaluation.sigmas_per_clip
     sigmas = evaluation.levels(routing.timesteps, count)
-    loaded = parts.loaded_experts(config)
+    loaded = networks.loaded_experts(config)
     if not {routing.owner_of(sigma) for sigma in sigmas.tolist()} & set(loaded):
         raise ConfigError(
             f"evaluation.sigmas_per_clip={count}: none of these noise levels belongs to "

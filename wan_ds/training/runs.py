@@ -13,10 +13,11 @@ from wan_ds.interop.lora import Lora
 from wan_ds.models.adapter import plain_name
 from wan_ds.models.transformer import WanTransformer
 from wan_ds.models.weights import Source, build_transformer, on_meta, refuse_misfit
-from wan_ds.training import adapters, parts, run_folder
+from wan_ds.training import adapters, networks, parts, run_folder
 from wan_ds.training import checkpoint as checkpoints
 from wan_ds.training.adapters import Merged
 from wan_ds.training.comparison import experts_table
+from wan_ds.training.precision import compute_in_own_dtypes
 from wan_ds.training.sources import Fingerprint, locate
 from wan_ds.training.trackers import JsonLines
 
@@ -57,16 +58,22 @@ def _commit(run_dir: Path) -> str | None:
 
 
 class Kind(Enum):
-    """Which of a run's weights: those that train, or their averages."""
+    """Which of a run's weights: those that train, their averages, or what an adapter stands on."""
 
     live = "live"
     ema = "ema"
+    base = "base"
+
+
+KINDS = "live, ema (the averages, the default where the run keeps any), or base (without the adapter)"
 
 
 def kind_of(config: Config, typed: Kind | None) -> Kind:
     """What was typed, else the averages if the run keeps any: they are what it was told to keep them for."""
     if typed is Kind.ema and config.ema.decay is None:
         raise ConfigError("weights=ema: this run keeps no averaged weights (ema.decay); leave it out")
+    if typed is Kind.base and not is_lora(config):
+        raise ConfigError("weights=base: this run trains all weights, no adapter; leave it out")
     if typed is not None:
         return typed
     return Kind.live if config.ema.decay is None else Kind.ema
@@ -80,15 +87,20 @@ def expert_source(config: Config, checkpoint: Path, name: str, kind: Kind = Kind
     """
     counts = checkpoints.read_state(checkpoint).experts.get(name)
     if counts is None:
-        return parts.source_of(config, name)
+        return networks.source_of(config, name)
     if is_lora(config):
-        base = Fingerprint(parts.source_of(config, name), counts.base)
-        return Merged(base, expert_lora(checkpoint, name, kind))
+        return Merged(_base(config, checkpoint, name), expert_lora(checkpoint, name, kind))
     source = (
         _averages(checkpoint, name) if kind is Kind.ema else checkpoints.checkpoint_source(checkpoint, name)
     )
     refuse_misfit(on_meta(config.model.transformer), source)
     return source
+
+
+def _base(config: Config, checkpoint: Path, name: str) -> Fingerprint:
+    """What an expert's adapter was trained on; reading something else raises CheckpointError at the end."""
+    counts = checkpoints.read_state(checkpoint).experts[name]
+    return Fingerprint(networks.source_of(config, name), counts.base)
 
 
 def _averages(checkpoint: Path, name: str) -> Source:
@@ -112,11 +124,33 @@ def expert_lora(checkpoint: Path, name: str, kind: Kind = Kind.live) -> Lora:
 def load_experts(
     config: Config, checkpoint: Path, device: torch.device, kind: Kind = Kind.live
 ) -> dict[str, WanTransformer]:
-    """Every expert that the model declares, in float32 and without gradients."""
+    """Every expert that the model declares, without gradients, stored as in training.
+
+    An adapter stands beside its base, which may have any dtype. Inside `Precision.autocast` all compute as in
+    training.
+    """
+    precision = networks.precision_of(config)
+    trained = checkpoints.read_state(checkpoint).experts
     experts = {}
     for name in config.model.experts:
-        source = expert_source(config, checkpoint, name, kind)
-        expert = build_transformer(config.model.transformer, source)
+        source = (
+            _base(config, checkpoint, name)
+            if name in trained and is_lora(config)
+            else expert_source(config, checkpoint, name, kind)
+        )
+        has_adapter = name in trained and is_lora(config) and kind is not Kind.base
+        trains = name in trained and (has_adapter or not is_lora(config))
+        expert = build_transformer(
+            config.model.transformer,
+            source,
+            dtype_of=precision.dtype_of,
+            is_trainable=lambda _, trains=trains: trains,
+            adapter=networks.adapter_settings(config) if has_adapter else None,
+            init_from=expert_lora(checkpoint, name, kind) if has_adapter else None,
+            frozen_storage=precision.frozen_storage,
+        )
+        if not precision.is_autocast:
+            compute_in_own_dtypes(expert)
         experts[name] = expert.to(device).eval().requires_grad_(False)
     return experts
 
@@ -129,14 +163,14 @@ def component_folders(config: Config) -> dict[str, Path]:
     return {name: locate(model.path, part, name) for name, part in weights.items() if part is not None}
 
 
-def component_places(config: Config, checkpoint: Path) -> dict[str, str]:
+def component_places(config: Config, checkpoint: Path, kind: Kind = Kind.live) -> dict[str, str]:
     """Where every part of the model comes from, as a person is told it."""
     trained = checkpoints.read_state(checkpoint).experts
     experts = {}
     for name in config.model.experts:
         is_whole = name in trained and not is_lora(config)
-        experts[name] = str(checkpoint / name) if is_whole else parts.source_of(config, name).where
-        if name in trained and is_lora(config):
+        experts[name] = str(checkpoint / name) if is_whole else networks.source_of(config, name).where
+        if name in trained and is_lora(config) and kind is not Kind.base:
             experts[name] += f" with the adapter {checkpoint / name}"
     return experts | {name: str(folder) for name, folder in component_folders(config).items()}
 

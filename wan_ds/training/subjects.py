@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from wan_ds.config import Config, Dtype
+from wan_ds.config import Config
 from wan_ds.models.transformer import WanTransformer
-from wan_ds.training import exported, parts
+from wan_ds.training import exported, networks, parts
 from wan_ds.training.runs import Kind, component_places, kind_of, load_experts
 
 SETTINGS = ("seed", "steps", "guidance", "shift", "num_frames", "height", "width", "fps")
@@ -29,7 +29,7 @@ class Subject:
     images: int  # that each clip needs
     images_optional: bool
     expand_timesteps: bool
-    is_bf16: bool  # whether the experts compute in bf16
+    is_autocast: bool  # whether the experts' float32 weights compute in bf16
     components: dict[str, str]  # where each part comes from
     load_encoders: Callable[[torch.device], parts.Encoders]
     load_experts: Callable[[torch.device], dict[str, WanTransformer]]
@@ -52,8 +52,8 @@ def of_run(run_dir: Path, config: Config, checkpoint: Path, typed: Kind | None) 
         images=conditioning.images,
         images_optional=conditioning.images_optional,
         expand_timesteps=conditioning.expand_timesteps,
-        is_bf16=config.precision.compute_dtype is Dtype.bf16,
-        components=component_places(config, checkpoint),
+        is_autocast=networks.precision_of(config).is_autocast,
+        components=component_places(config, checkpoint, kind),
         load_encoders=partial(parts.load_encoders, config),
         load_experts=partial(load_experts, config, checkpoint, kind=kind),
     )
@@ -74,7 +74,7 @@ def of_export(folder: Path) -> Subject:
         images=model.images,
         images_optional=model.images_optional,
         expand_timesteps=model.expand_timesteps,
-        is_bf16=torch.cuda.is_available(),
+        is_autocast=torch.cuda.is_available(),
         components={place: str(folder / place) for place in model.places},
         load_encoders=model.load_encoders,
         load_experts=model.load_experts,
