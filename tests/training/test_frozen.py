@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from tests.training import adapted
-from tests.training.test_resume import KILLED, SMALL, records, runs
+from tests.training.test_resume import (
+    KILLED,
+    SMALL,
+    optimizer_states,
+    records,
+    runs,
+    same_to_the_byte,
+)
 from wan_ds import evaluate
 from wan_ds.config import Config
 from wan_ds.config.command_line import parse
@@ -59,6 +66,7 @@ def test_a_killed_run_ends_as_one_that_never_was_and_holds_one_expert(tmp_path):
     for name in (adapters.FILE, "ema_rank_00000.safetensors", "ema_rank_00001.safetensors"):
         one, other = ((end / "low_noise" / name).read_bytes() for end in ends)
         assert one == other
+    assert same_to_the_byte(*(optimizer_states(end, "low_noise") for end in ends))
     # one process computes what two did, the base's dtypes and the averages included
     evaluate.main(EvaluateOptions(run=str(tmp_path / "straight")))
     again = json.loads((tmp_path / "straight" / "evaluation" / f"{ends[0].name}.json").read_text())

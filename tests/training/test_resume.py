@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from wan_ds.training import checkpoint
 
@@ -72,6 +73,23 @@ def records(run: Path) -> list[dict]:
     ]
 
 
+def optimizer_states(checkpoint_dir: Path, expert: str) -> list:
+    """All tensors and numbers that both ranks' optimizers wrote, masters and moments among them, flat."""
+    from wan_ds.training.engine import only_tensors
+
+    paths = sorted((checkpoint_dir / expert).glob("*optim_states.pt"))
+    assert len(paths) == 2
+    with only_tensors():
+        leaves = tree_leaves([torch.load(path, map_location="cpu") for path in paths])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | int | float)]
+
+
+def same_to_the_byte(one: list, other: list) -> bool:
+    pairs = list(zip(one, other, strict=True))
+    assert sum(isinstance(a, torch.Tensor) for a, _ in pairs) > 4
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
 def test_a_run_killed_at_six_moments_ends_as_one_that_never_was(tmp_path):
     straight = {"arguments": [*SMALL, "run_dir=straight"], "moment": None}
     plan = [
@@ -93,6 +111,7 @@ def test_a_run_killed_at_six_moments_ends_as_one_that_never_was(tmp_path):
         one, other = (source.read(source.tensors) for source in sources)
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
+        assert same_to_the_byte(*(optimizer_states(end, expert) for end in ends))
 
     log = (tmp_path / "log").read_text()
     assert log.count("======== new run in killed") == 4  # nothing was complete yet
