@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
 
 from tests.training import adapted
@@ -66,8 +67,21 @@ def test_every_dialect_has_the_live_adapter_and_says_how_to_load_it(run, dialect
     assert "| high_noise | 3, 4 | 6 " in text and "# LoRA for quickstart" in text
 
 
-@pytest.mark.parametrize("kind", Kind)
+def folded(run, expert, tensors) -> dict[str, torch.Tensor]:
+    """float64 W + alpha / rank B A of the run's bases."""
+    base = load_file(run.parent / "base" / expert / "diffusion_pytorch_model.safetensors")
+    whole = {name: tensor.double() for name, tensor in base.items()}
+    for module in {name.rpartition(".lora_")[0] for name in tensors}:
+        a, b = (tensors[f"{module}.lora_{letter}.weight"].double() for letter in "AB")
+        update = 6 / len(a) * (b @ a)
+        assert update.abs().max() > 0
+        whole[f"{module}.weight"] += update
+    return whole
+
+
+@pytest.mark.parametrize("kind", [Kind.live, Kind.ema])
 def test_merged_weights_are_the_base_and_the_scaled_product(run, kind, tmp_path):
+    """And diffusers computes with them what we compute with the adapter beside its base."""
     options = ExportOptions(
         run=str(run), format=Format.diffusers, merge=True, weights=kind, target=str(tmp_path / "merged")
     )
@@ -76,47 +90,55 @@ def test_merged_weights_are_the_base_and_the_scaled_product(run, kind, tmp_path)
     experts = load_experts(config, folder, torch.device("cpu"), kind)
     for expert, place in zip(EXPERTS, ("transformer", "transformer_2"), strict=True):
         merged = load_file(tmp_path / "merged" / place / "diffusion_pytorch_model.safetensors")
-        base = load_file(run.parent / "base" / expert / "diffusion_pytorch_model.safetensors")
-        assert merged.keys() == base.keys() == dict(experts[expert].named_parameters()).keys()
         tensors = ready(run, expert).tensors
         if kind is Kind.ema:
             source = EmaFiles(folder / expert)
             averages = source.read(source.tensors)
             tensors = {key.replace(".default", ""): value for key, value in averages.items()}
-        changed = 0
-        for name, before in base.items():
-            module = name.removesuffix(".weight")
-            expected = before.double()
-            if f"{module}.lora_A.weight" in tensors:
-                a, b = (tensors[f"{module}.lora_{letter}.weight"].double() for letter in "AB")
-                expected = expected + 6 / len(a) * (b @ a)
-                changed += bool((merged[name] != before).any())
-            torch.testing.assert_close(merged[name].double(), expected, rtol=1e-6, atol=1e-7)
-            assert torch.equal(merged[name], experts[expert].get_parameter(name))
-        assert changed == len(tensors) / 2
+        expected = folded(run, expert, tensors)
+        assert merged.keys() == expected.keys()
+        for name, tensor in merged.items():
+            torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-6, atol=1e-7)
+        stock = WanTransformer3DModel.from_pretrained(tmp_path / "merged" / place)
+        inputs = torch.randn(1, 16, 3, 8, 12), torch.tensor([700.0]), torch.randn(1, 512, 64)
+        with torch.no_grad():
+            found, wanted = (model(*inputs, return_dict=False)[0] for model in (experts[expert], stock))
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     assert "rank 4, alpha 6" in (tmp_path / "merged" / "README.md").read_text()
 
 
 def test_averages_are_what_is_evaluated_and_sampled_unless_told(run, capsys):
     numbers = {}
-    for kind in (None, *Kind):
+    for kind in (None, Kind.live, Kind.ema, Kind.base):
         evaluate.main(EvaluateOptions(run=str(run), weights=kind))
         numbers[kind] = float(re.search(r"all +\d+ +([\d.]+)", capsys.readouterr().out)[1])
         sample.main(sample.SampleOptions(run=str(run), prompt="a rabbit", steps=2, weights=kind))
     assert numbers[None] == numbers[Kind.ema]
     written = sorted(path.name for path in (run / "evaluation").iterdir())
-    assert written == ["step_00000006-live.json", "step_00000006.json"]
-    losses = [json.loads((run / "evaluation" / name).read_text())["eval/loss"] for name in written]
-    assert losses[0] != losses[1]
-    assert len(list((run / "samples").iterdir())) == 2
+    assert written == ["step_00000006-base.json", "step_00000006-live.json", "step_00000006.json"]
+    losses = {json.loads((run / "evaluation" / name).read_text())["eval/loss"] for name in written}
+    assert len(losses) == 3
+    assert len(list((run / "samples").iterdir())) == 3
+
+
+def test_without_the_adapter_the_base_is_used(run):
+    config, folder = opened(run, "latest")
+    for expert, model in load_experts(config, folder, torch.device("cpu"), Kind.base).items():
+        base = load_file(run.parent / "base" / expert / "diffusion_pytorch_model.safetensors")
+        found = dict(model.named_parameters())
+        assert found.keys() == base.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in base.items())
+    with pytest.raises(ConfigError, match="weights=base: is what the run started from"):
+        options = ExportOptions(run=str(run), format=Format.kohya, weights=Kind.base, target="never")
+        export.main(options)
 
 
 def test_another_run_starts_from_the_folded_weights(run):
     source = transformer_source(str(run), None, "high_noise")
-    config, folder = opened(run, "latest")
-    expert = load_experts(config, folder, torch.device("cpu"), Kind.live)["high_noise"]
-    read = source.read(source.tensors)
-    assert all(torch.equal(read[name], parameter) for name, parameter in expert.named_parameters())
+    read, expected = source.read(source.tensors), folded(run, "high_noise", ready(run, "high_noise").tensors)
+    assert read.keys() == expected.keys()
+    for name, tensor in read.items():
+        torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,15 @@ def test_the_first_run_in_two_steps(tmp_path):
     assert f"the run is in {folder}" in told
     assert list((folder / "samples").glob("step_00000002/*.mp4"))
 
+    weights = sorted((folder / "checkpoints").rglob("*.pt"))
+    before = [path.read_bytes() for path in weights]
+    (line,) = [line for line in TRAINING if line.endswith("recipe=quickstart-lora")]
+    typed = [*arguments(line), f"model.path={folder}", f"run_dir={tmp_path / 'lora'}", "train.steps=2"]
+    run(["bash", "launch/local.sh", "2", *typed, "tracker.mode=disabled"])
+    adapters = sorted(path.parent.name for path in (tmp_path / "lora").rglob("adapter.safetensors"))
+    assert adapters == ["high_noise", "low_noise"]
+    assert [path.read_bytes() for path in weights] == before
+
     (line,) = [line for line in commands() if "evaluate.py" in line]
     words = [sys.executable, *shlex.split(line)[1:-1], f"run={folder}", "batch_size=3"]
     assert "high_noise" in run(words)
