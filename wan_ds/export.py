@@ -18,6 +18,7 @@ writes one of the three layouts above, with a README.md that says of what.
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -272,14 +273,23 @@ def write_adapters(
 
 def base_in_diffusers(adapters: Mapping[str, Lora]) -> tuple[str, str | None]:
     """The base as diffusers opens it, and the command that makes it where it is in another layout."""
-    base = next(iter(adapters.values())).metadata.get("base", lora.UNKNOWN_BASE)
-    folder = Path(base)
+    metadata = next(iter(adapters.values())).metadata
+    base = metadata.get("base", lora.UNKNOWN_BASE)
+    if not Path(base).is_dir():
+        return base, None  # of the hub
+    folder = Path(base).resolve()  # else it would be looked for beside the README
     if is_run(folder):
-        return f"{base}/export/diffusers", f"python scripts/export.py run={base} format=diffusers"
-    if folder.is_dir() and not (folder / INDEX).is_file():
-        made = f"{base}-diffusers"
-        return made, f"python scripts/convert.py source={base} target={made} format=diffusers"
-    return base, None
+        step, merges = metadata.get("base_checkpoint", "latest"), is_lora(run_config(folder))
+        target = folder / "export" / f"{step}-for-adapters"
+        typed = ["format=diffusers", f"checkpoint={step}", "weights=live", *["merge=true"] * merges]
+        return str(target), shlex.join(
+            ["python", "scripts/export.py", f"run={folder}", *typed, f"target={target}"]
+        )
+    if (folder / INDEX).is_file():
+        return str(folder), None
+    made = folder.with_name(f"{folder.name}-diffusers")
+    typed = [f"source={folder}", f"target={made}", "format=diffusers"]
+    return str(made), shlex.join(["python", "scripts/convert.py", *typed])
 
 
 def _write_merged_readme(

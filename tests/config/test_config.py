@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import re
 import time
 from pathlib import Path
@@ -397,6 +398,8 @@ def adapted() -> Config:
     [
         ("precision.trainable_dtype", Dtype.bf16, ["an adapter trains in fp32", "precision=lora"]),
         ("adapter.rank", 0, ["adapter.rank=0", "from 1"]),
+        ("adapter.rank", None, ["does nothing without a rank (adapter.rank=null)", "adapter.rank=32"]),
+        ("adapter.alpha", math.inf, ["adapter.alpha=inf", "finite"]),
         ("adapter.alpha", 0.0, ["adapter.alpha=0.0"]),
         ("adapter.dropout", 1.0, ["adapter.dropout=1.0"]),
         ("adapter.targets", [], ["adapter.targets=[]", "[to_q, to_v]"]),
@@ -412,6 +415,27 @@ def test_an_adapter_that_cannot_work_is_refused(adapted, key, value, fragments):
         config.precision.compute_dtype = Dtype.bf16
     message = refusal(config, **{key: value})
     assert all(fragment in message for fragment in fragments), message
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_adapter_computes_in_the_dtypes_of_the_base_in_every_recipe(recipe):
+    typed = [f"recipe={recipe}", "adapter=lora", "data.path=/clips"]
+    precision = configure(parse(typed)).precision
+    assert (precision.trainable_dtype, precision.compute_dtype) == (Dtype.fp32, None)
+    precision = configure(parse([*typed, "precision=bf16_autocast"])).precision  # typed, it is taken
+    assert precision.compute_dtype is Dtype.bf16
+
+
+def test_an_adapters_strength_does_not_depend_on_its_rank():
+    adapter = configure(parse(["recipe=quickstart", "adapter=lora", "adapter.rank=8"])).adapter
+    assert (adapter.rank, adapter.alpha) == (8, None)  # alpha is the rank, as the network's builder has it
+
+
+def test_8_bits_and_their_surroundings_are_for_a_frozen_base():
+    typed = [*TYPED, "precision.frozen_storage=float8_e4m3fn", "parallelism.recompute=full"]
+    assert "only a frozen base can be stored in 8 bits" in refusal(configure(parse(typed)))
+    typed = [*typed, "adapter=lora", "precision.frozen_dtype=fp32"]
+    assert "leave precision.frozen_dtype out" in refusal(configure(parse(typed)))
 
 
 def test_an_adapter_chooses_its_precision_and_the_base_may_be_stored_in_8_bits():

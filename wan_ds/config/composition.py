@@ -104,8 +104,14 @@ def composer(arguments: Arguments) -> Iterator[ConfigLoader]:
 
 
 def _composed(arguments: Arguments, choices: list[Override]) -> tuple[DictConfig, str | None]:
-    """The configuration that these group choices give, and the chosen recipe."""
+    """The configuration that these group choices give, and the chosen recipe.
+
+    An adapter that is typed brings its precision, which a recipe's own would win over.
+    """
     typed = [override.typed for override in choices]
+    chosen = {override.key: override.text for override in choices}
+    if chosen.get("adapter") == "lora" and "precision" not in chosen:
+        typed.append("precision=lora")
     cfg = compose(arguments.config_name or "config", overrides=typed, return_hydra_config=True)
     recipe = cfg.hydra.runtime.choices.get("recipe")
     with open_dict(cfg):

@@ -1,5 +1,7 @@
 """What precision, optimizer, adapter and averaged weights must fulfil together."""
 
+import math
+
 from wan_ds.config.rules import require
 from wan_ds.config.schema import Config, Dtype
 from wan_ds.errors import ConfigError
@@ -57,6 +59,11 @@ def _check_optimizer(config: Config) -> None:
 
 def _check_adapter(config: Config) -> None:
     adapter = config.adapter
+    if adapter.rank is None and adapter.targets:
+        raise ConfigError(
+            f"adapter.targets={adapter.targets}: does nothing without a rank (adapter.rank=null); type "
+            "adapter=lora, or adapter.rank=32"
+        )
     if adapter.rank is None:
         for name in ("alpha", "rslora", "dropout", "targets", "rank_pattern", "alpha_pattern", "init_from"):
             if value := getattr(adapter, name):
@@ -70,12 +77,13 @@ def _check_adapter(config: Config) -> None:
             "type precision=lora"
         )
     require(adapter.rank > 0, "adapter.rank", adapter.rank, "a whole number from 1")
-    require(adapter.alpha is None or adapter.alpha > 0, "adapter.alpha", adapter.alpha, "greater than 0")
+    alpha = adapter.alpha
+    require(alpha is None or 0 < alpha < math.inf, "adapter.alpha", alpha, "a finite number above 0")
     require(0 <= adapter.dropout < 1, "adapter.dropout", adapter.dropout, "at least 0 and less than 1")
     require(bool(adapter.targets), "adapter.targets", "[]", "ends of module names, such as [to_q, to_v]")
     for name in ("rank_pattern", "alpha_pattern"):
         for target, value in getattr(adapter, name).items():
-            require(value > 0, f"adapter.{name}.{target}", value, "greater than 0")
+            require(0 < value < math.inf, f"adapter.{name}.{target}", value, "a finite number above 0")
     trained = config.train.experts or list(config.model.experts)
     for name in adapter.init_from:
         if name not in trained:

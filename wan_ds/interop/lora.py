@@ -55,10 +55,16 @@ logger = logging.getLogger(__name__)
 
 DIALECTS = tuple(WRITERS)
 ONE_EXPERT = "all"
+EXPERTS = ("high_noise", "low_noise")
 UNKNOWN_BASE = "<folder or hub id of the base>"
 _PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PEFT_CONFIG = "adapter_config.json"
-_USUAL = (*_PEFT_WEIGHTS, "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
+_USUAL = (
+    "adapter.safetensors",  # of a checkpoint of ours
+    *_PEFT_WEIGHTS,
+    "pytorch_lora_weights.safetensors",
+    "pytorch_lora_weights.bin",
+)
 _SAID_BY_NAME = re.compile(r"(high|low)[-_ ]?noise", re.IGNORECASE)
 
 
@@ -159,6 +165,11 @@ def refuse_swapped(lora: Lora, expert: str) -> None:
         said, source = _expert_by_name(Path(lora.where)), "its name"
     if said == expert:
         return
+    if said not in (None, ONE_EXPERT, *EXPERTS):
+        raise CheckpointError(
+            f"{lora.where} is for the expert {said}, by {source}: no Wan has one; there are {ONE_EXPERT}, "
+            f"{', '.join(EXPERTS)}"
+        )
     if said is None:
         logger.warning("%s does not say which expert it is for; taken for %s", lora.where, expert)
     elif ONE_EXPERT in (said, expert):
@@ -195,6 +206,8 @@ def readme(
     lines = [f"# LoRA for {said['model']}", "", f"Base: {said['base']}."]
     if "shift" in first.metadata:
         lines.append(f"Trained and sampled with a shift of {said['shift']}.")
+    if first.metadata.get("weights") == "ema":
+        lines.append("The weights are averages over the steps of training (EMA).")
     lines += ["", "| expert | rank | alpha | steps | modules |", "|---|---|---|---|---|"]
     for expert, lora in loras.items():
         ranks = ", ".join(sorted({f"{rank:g}" for rank in lora.ranks.values()}, key=float))

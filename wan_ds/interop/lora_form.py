@@ -79,7 +79,7 @@ class Lora:
             return f"{module} holds NaN or infinity"
         alpha = self.alphas.get(module)
         if alpha is None or not math.isfinite(alpha) or alpha <= 0:
-            return f"{module} has alpha {alpha}, which some readers take for the rank; it must be positive"
+            return f"{module} has alpha {alpha}; it must be a finite number above 0"
         return None
 
 

@@ -16,6 +16,7 @@ from wan_ds.interop.lora import Lora
 from wan_ds.interop.tensor_files import Stored
 from wan_ds.models.adapter import AdapterSettings
 from wan_ds.models.weights import Described, Source
+from wan_ds.training import checkpoint
 
 FILE = "adapter.safetensors"
 _DIALECT = "diffusers"
@@ -52,6 +53,11 @@ def read(folder: Path) -> Lora:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: the adapter that this run trains")
     return files.read(path)
+
+
+def of_run(run_dir: Path, expert: str) -> Lora:
+    """An expert's adapter in the newest checkpoint of a run; raises CheckpointError."""
+    return read(checkpoint.find(run_dir, "latest") / expert)
 
 
 def refuse_unequal(

@@ -20,11 +20,12 @@ def agreed(part: Callable[[], _T]) -> _T:
     failure, result = None, None
     try:
         result = part()
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, the other ranks would wait for this one
         failure = error
     if any_rank(failure is not None):
         words: list[str | None] = [None] * dist.get_world_size()
-        own = None if failure is None else str(failure)
+        expected = isinstance(failure, (OSError, RuntimeError))
+        own = None if failure is None else str(failure) if expected else repr(failure)
         dist.all_gather_object(words, own, group=host_group())
         raise CheckpointError(next(text for text in words if text is not None)) from failure
     return result

@@ -114,7 +114,7 @@ def together(part: Callable[[], None] | None, target: Path) -> None:
     try:
         if part is not None:
             part()
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, the other ranks would wait for this one
         failure = f"{type(error).__name__}: {error}"
     if any_rank(failure is not None):
         reason = failure or "another rank could not write its part"

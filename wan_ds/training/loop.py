@@ -37,6 +37,7 @@ class Expert:
     guard: FirstSteps | None = None
     adapter: Adapter | None = None  # None: all its weights train
     base: str | None = None  # the fingerprint of what an adapter stands on
+    base_source: str = ""  # where that was read
     ema: Ema | None = None
     steps: int = 0  # applied
     skipped: int = 0

@@ -1,11 +1,13 @@
 """From settings to the networks of a run: what each starts from, its dtypes, its adapter and its engine."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from wan_ds.config import Config, targets
+from wan_ds.errors import CheckpointError
 from wan_ds.flow.timesteps import Interval
 from wan_ds.interop import lora
 from wan_ds.interop.lora import Lora
@@ -19,6 +21,7 @@ from wan_ds.models.weights import (
     refuse_misfit,
 )
 from wan_ds.parallel.mesh import Mesh
+from wan_ds.training import adapters
 from wan_ds.training.adapters import Adapter
 from wan_ds.training.agreement import agreed, of_rank_0
 from wan_ds.training.ema import Ema
@@ -29,7 +32,7 @@ from wan_ds.training.lr_schedule import Schedule
 from wan_ds.training.optimizer import build_optimizer
 from wan_ds.training.precision import Precision, named
 from wan_ds.training.shards import shape_of, trainable
-from wan_ds.training.sources import ByOneRank, Fingerprint, transformer_source
+from wan_ds.training.sources import ByOneRank, Fingerprint, is_run, newest_of_run, transformer_source
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +78,7 @@ def adapter_of(config: Config, name: str, base: str | None) -> Adapter | None:
         "boundary": model.boundary,
         "shift": model.shift,
         "base": base,
+        "base_checkpoint": None if base is None else newest_of_run(base),
         "rank": settings.rank,
         "alpha": settings.alpha,
         "model": model.name,
@@ -83,16 +87,19 @@ def adapter_of(config: Config, name: str, base: str | None) -> Adapter | None:
 
 
 def adapter_start(config: Config, name: str) -> Lora | None:
-    """The adapter that an expert goes on from; None where it starts from the seed.
+    """The adapter that an expert goes on from, a file's or a run's; None where it starts from the seed.
 
-    Raises CheckpointError if the file is another expert's or another architecture's.
+    Raises CheckpointError if it is another expert's or another architecture's.
     """
     path = config.adapter.init_from.get(name)
     if path is None:
         return None
-    given = lora.read(path)
-    lora.refuse_swapped(given, name)
-    lora.refuse_unfit(given, linear_shapes(config))
+    try:
+        given = adapters.of_run(Path(path), name) if is_run(Path(path)) else lora.read(path)
+        lora.refuse_swapped(given, name)
+        lora.refuse_unfit(given, linear_shapes(config))
+    except CheckpointError as error:
+        raise CheckpointError(f"adapter.init_from.{name}={path}: {error}") from error
     return given
 
 
@@ -169,6 +176,7 @@ def build_expert(  # noqa: PLR0913
         guard=FirstSteps(name, engine),
         adapter=adapter_of(config, name, base),
         base=None if settings is None else of_rank_0(witness.value),
+        base_source=source.where,
         ema=None if config.ema.decay is None else Ema(engine, config.ema.decay),
     )
 

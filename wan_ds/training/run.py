@@ -201,7 +201,8 @@ def restore(experts: dict[str, Expert], folder: Path) -> int:
     """
     checkpoint.warn_of_owner(folder)
     for name, counts in checkpoint.read_state(folder).experts.items():
-        refuse_other_base(f"what {name} starts from", experts[name].base, counts.base)
+        expert = experts[name]
+        refuse_other_base(f"{expert.base_source}, the base of {name},", expert.base, counts.base)
     state = checkpoint.load(folder, experts)
     for name, counts in state.experts.items():
         expert = experts[name]

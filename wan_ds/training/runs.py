@@ -112,6 +112,7 @@ def _averages(checkpoint: Path, name: str) -> Source:
 def expert_lora(checkpoint: Path, name: str, kind: Kind = Kind.live) -> Lora:
     """The adapter of an expert that trained; raises CheckpointError."""
     lora = adapters.read(checkpoint / name)
+    lora = replace(lora, metadata=dict(lora.metadata) | {"weights": kind.name})
     if kind is Kind.live:
         return lora
     source = _averages(checkpoint, name)

@@ -72,6 +72,14 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and not (folder / "model_index.json").exists()
 
 
+def newest_of_run(path: str) -> str | None:
+    """The name of the newest complete checkpoint if the path is a run's."""
+    if not is_run(Path(path)):
+        return None
+    newest = checkpoint.newest(Path(path) / "checkpoints")
+    return None if newest is None else newest.name
+
+
 def _path_of(model: Mapping[str, Any], weights: str | None) -> str | None:
     """The folder of a run's own model on this machine."""
     needed = [] if weights is None else [weights]
@@ -90,7 +98,8 @@ class _Transformer(Renamed):
 def transformer_source(path: str | None, weights: str | None, expert: str) -> Source | None:
     """An expert's tensors by diffusers' names; None where they are to be drawn from the seed.
 
-    A run as ``path`` or ``weights`` is its newest complete checkpoint, an adapter folded in, and for an
+    A run as ``path`` or ``weights`` is its newest complete checkpoint, an adapter folded in: the weights that
+    train, also where it keeps averages, because a run that starts from them goes on training. For an
     expert that did not train there what the run was started from; below a run as ``path``, only an absolute
     ``weights`` is something else. Reads headers, and a run's adapter. Raises CheckpointError.
     """
