@@ -180,6 +180,7 @@ def _call(folder: str, call: bytes) -> Any:
 
     os.chdir(folder)
     torch.manual_seed(0)
+    torch.nn.functional.linear = torch._C._nn.linear  # DeepSpeed's memory_efficient_linear puts its own there
     function, args, kwargs = pickle.loads(call)
     return function(*args, **kwargs)
 

@@ -4,8 +4,12 @@ import copy
 import json
 import logging
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +42,9 @@ from wan_ds.interop.lora import (
     write,
     write_file,
 )
+from wan_ds.models.adapter import AdapterSettings
+from wan_ds.models.transformer import WanTransformer
+from wan_ds.models.weights import build_transformer
 
 METADATA = {
     "expert": "high_noise",
@@ -218,6 +225,126 @@ def test_an_adapter_for_text_loads_into_a_model_for_images(tmp_path, shapes, dia
     pipe.load_lora_weights(tmp_path, weight_name=path.name)
     expected = merged(base, deltas(lora, "rslora by module"))
     assert same_velocity(*(velocity(one, "i2v") for one in (pipe.transformer, expected, base)))
+
+
+# diffusers' own loader, where wan_ds cannot be imported
+
+ELSEWHERE = """
+import json, sys
+sys.modules["wan_ds"] = None
+import torch
+from diffusers import WanPipeline
+
+torch.set_num_threads(1)
+given = torch.load("given.pt")
+outputs = {}
+for name, folder in json.load(open("cases.json")).items():
+    pipeline = WanPipeline.from_pretrained("base", vae=None, text_encoder=None, tokenizer=None)
+    pipeline.set_progress_bar_config(disable=True)
+    if folder is not None:
+        pipeline.load_lora_weights(folder, weight_name="mine-high_noise.safetensors")
+        second = {"weight_name": "mine-low_noise.safetensors", "load_into_transformer_2": True}
+        pipeline.load_lora_weights(folder, **second)
+    experts = {"high_noise": pipeline.transformer, "low_noise": pipeline.transformer_2}
+    with torch.no_grad():
+        made = {expert: model(**given["velocity"])[0] for expert, model in experts.items()}
+    outputs[name] = made | {"latents": pipeline(**given["sample"]).frames}
+torch.save(outputs, "outputs.pt")
+try:
+    import wan_ds
+except ImportError:
+    sys.exit(0)
+sys.exit("wan_ds was there")
+"""
+OPENED = ("diffusers", "comfyui", "kohya")  # by diffusers
+# For each expert a setting; modules. kohya's files of the second are filled with zeros.
+PAIRS = {
+    "all modules": ({"high_noise": "by module", "low_noise": "rslora by module"}, r"blocks\."),
+    "some modules": ({"high_noise": "rslora", "low_noise": "alpha over rank"}, r"attn1|ffn\.net\.0"),
+}
+
+
+def given_elsewhere() -> dict[str, dict]:
+    """What the models and the pipeline are called with."""
+    rng = torch.Generator().manual_seed(4)
+    noise, text = (torch.randn(1, *shape, generator=rng) for shape in ((16, 2, 4, 6), (512, 32)))
+    inputs = {"hidden_states": noise, "timestep": torch.tensor([900.0]), "encoder_hidden_states": text}
+    sizes = {"num_frames": 5, "height": 32, "width": 48, "num_inference_steps": 3, "guidance_scale": 1.0}
+    return {
+        "velocity": inputs | {"return_dict": False},
+        "sample": sizes | {"prompt_embeds": text, "latents": noise, "output_type": "latent"},
+    }
+
+
+def two_experts(models: dict[str, WanTransformer3DModel]) -> WanPipeline:
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    return WanPipeline(None, None, None, scheduler, *models.values(), boundary_ratio=0.875)
+
+
+def ours_with(lora: Lora, base: WanTransformer3DModel, setting: str) -> WanTransformer:
+    """The adapter as it trains in a run: on our model, by PEFT, from settings."""
+    rank, alpha, rslora, ranks, alphas = SETTINGS[setting]
+    settings = AdapterSettings(rank, alpha, lora.modules, rslora, rank_pattern=ranks, alpha_pattern=alphas)
+    state = base.state_dict()
+    source = SimpleNamespace(where="here", tensors=state, read=lambda names: {n: state[n] for n in names})
+    return build_transformer(ARCHITECTURES["t2v"], source, adapter=settings, init_from=lora).eval()
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory, shapes):
+    """Adapters by case and expert, their bases, and what diffusers made of their files in another process."""
+    root = tmp_path_factory.mktemp("elsewhere")
+    bases = {expert: model_of("t2v", seed) for seed, expert in enumerate(("high_noise", "low_noise"))}
+    two_experts(bases).save_pretrained(root / "base")
+    adapters, cases = {}, {"base": None}
+    for case, (settings, modules) in PAIRS.items():
+        adapters[case] = {
+            expert: adapter(shapes["t2v"], setting, modules, METADATA | {"expert": expert}, seed)
+            for seed, (expert, setting) in enumerate(settings.items())
+        }
+        for dialect in OPENED:
+            cases[f"{case}, {dialect}"] = folder = str(root / case / dialect)
+            for lora in adapters[case].values():
+                write(lora, folder, dialect, "mine", shapes["t2v"])
+    (root / "cases.json").write_text(json.dumps(cases))
+    torch.save(given_elsewhere(), root / "given.pt")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    ended = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE],
+        cwd=root,
+        env=environment | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return adapters, bases, torch.load(root / "outputs.pt")
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_elsewhere_every_dialect_of_diffusers_gives_what_our_model_gives(elsewhere, case):
+    """diffusers opens no file of DiffSynth or VideoX-Fun, whose readers' formulas are compared below."""
+    adapters, bases, outputs = elsewhere
+    settings, _ = PAIRS[case]
+    ours = {
+        expert: ours_with(lora, bases[expert], settings[expert]) for expert, lora in adapters[case].items()
+    }
+    given, pipeline = given_elsewhere(), two_experts(ours)
+    pipeline.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        expected = {expert: model(**given["velocity"])[0] for expert, model in ours.items()}
+    expected["latents"] = pipeline(**given["sample"]).frames
+    for dialect in OPENED:
+        for output, theirs in outputs[f"{case}, {dialect}"].items():
+            size = expected[output].abs().max().item()
+            off, change = (
+                (one - expected[output]).abs().max().item() / size
+                for one in (theirs, outputs["base"][output])
+            )
+            print(f"{case}, {dialect}, {output}: {off:.1e} off, the base {change:.1e}")  # noqa: T201
+            assert off <= 1e-5 and change > 0.01
 
 
 # Readers of alpha

@@ -3,6 +3,7 @@ again."""
 
 import json
 import re
+import shutil
 from unittest import mock
 
 import pytest
@@ -22,6 +23,12 @@ from wan_ds.training.shards import trainable, whole
 from wan_ds.training.sources import Fingerprint
 from wan_ds.training.zero_files import ZeroFiles
 
+SMALL = tiny.ARCHITECTURE | {"num_layers": 1}
+
+
+def _loop(stage, **options):
+    return adapted.loop(stage=stage, architecture=SMALL, global_batch_size=2, **options)
+
 
 def _save(loop, folder):
     Save(folder, None, 9, lambda loop: loop.meters.flush()).save(loop)
@@ -40,7 +47,7 @@ def _hashes(loop):
 
 def _resume(stage, folder):
     """Four steps, a save, and two more, straight and by fresh engines."""
-    straight = adapted.loop(stage=stage, guarded=True)
+    straight = _loop(stage, guarded=True)
     frozen = _hashes(straight)
     for _ in range(4):
         straight.train_step()
@@ -50,7 +57,7 @@ def _resume(stage, folder):
         name: {plain_name(key): whole(p).clone() for key, p in trainable(expert.engine)}
         for name, expert in straight.experts.items()
     }
-    resumed = adapted.loop(stage=stage, first_step=4)
+    resumed = _loop(stage, first_step=4)
     restore(resumed.experts, where)
     loaded = {name: tiny.state_of(expert) for name, expert in resumed.experts.items()}
     for loop in (straight, resumed):
@@ -97,25 +104,6 @@ def test_a_run_of_adapters_goes_on_as_if_never_stopped(world2, tmp_path, stage):
     assert said["expert"] == path.parent.name and said["base"] == "somewhere" and int(said["step"]) > 0
 
 
-def _refused(folder, change):
-    """A save of two steps, then the message of a save or load under the change."""
-    loop = adapted.loop(stage=3, experts=["high_noise"])
-    loop.train_step()
-    loop.train_step()
-    where = _save(loop, folder)
-    loop.train_step()
-    try:
-        with change(where, loop.mesh.is_main):
-            if change in SAVES:
-                _save(loop, folder)
-            else:
-                torch.distributed.barrier()
-                restore(adapted.loop(stage=3, experts=["high_noise"]).experts, where)
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
 def _no_gather(_, __):
     return mock.patch.object(shards, "whole", lambda p: p.detach())
 
@@ -131,7 +119,7 @@ def _key_deleted(where, is_main):
         with safe_open(path, "pt") as file:
             metadata = file.metadata()
         for letter in "AB":
-            del tensors[f"transformer.blocks.1.ffn.net.0.proj.lora_{letter}.weight"]
+            del tensors[f"transformer.blocks.0.ffn.net.0.proj.lora_{letter}.weight"]
         save_file(tensors, path, metadata)
         _resize(where, path)
     return mock.MagicMock()
@@ -141,7 +129,7 @@ def _half_deleted(where, is_main):
     if is_main:
         path = where / "high_noise" / adapters.FILE
         tensors = load_file(path)
-        del tensors["transformer.blocks.1.ffn.net.0.proj.lora_B.weight"]
+        del tensors["transformer.blocks.0.ffn.net.0.proj.lora_B.weight"]
         save_file(tensors, path)
         _resize(where, path)
     return mock.MagicMock()
@@ -175,29 +163,68 @@ def _resize(where, path):
     (where / "COMPLETE").write_text(json.dumps(sizes))
 
 
-SAVES = (_no_gather, _zeros_gathered)
+SAVES = {
+    _no_gather: "empty, as ZeRO-3 leaves what was not gathered",
+    _zeros_gathered: "differs from what is in training",
+}
+LOADS = {
+    _key_deleted: r"lacks blocks\.0\.ffn\.net\.0\.proj\.lora_A\.weight",
+    _half_deleted: r"blocks\.0\.ffn\.net\.0\.proj has no lora_B",
+    _another_value: "differs from what is in training",
+    _no_file: r"missing: adapter\.safetensors",
+    _no_optimizer_files: "does not hold what this run trains",
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (_no_gather, "empty, as ZeRO-3 leaves what was not gathered"),
-        (_zeros_gathered, "differs from what is in training"),
-        (_key_deleted, r"lacks blocks\.1\.ffn\.net\.0\.proj\.lora_A\.weight"),
-        (_half_deleted, r"blocks\.1\.ffn\.net\.0\.proj has no lora_B"),
-        (_another_value, "differs from what is in training"),
-        (_no_file, r"missing: adapter\.safetensors"),
-        (_no_optimizer_files, "does not hold what this run trains"),
-    ],
-)
-def test_an_adapter_that_is_not_the_one_in_training_is_refused_by_all(world2, tmp_path, change, words):
-    messages = world2.run(_refused, tmp_path, change, timeout=200)
+def _message(attempt, *given):
+    try:
+        attempt(*given)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _refusals(folder):
+    """What each change makes a save, and the load of an own copy of a checkpoint, say."""
+    loop = _loop(3, experts=["high_noise"])
+    loop.train_step()
+    loop.train_step()
+    where = _save(loop, folder)
+    loop.train_step()
+    messages = {}
+    for change in SAVES:
+        with change(where, loop.mesh.is_main):
+            messages[change.__name__] = _message(_save, loop, folder)
+    fresh = _loop(3, experts=["high_noise"])
+    for change in LOADS:
+        copy = folder / change.__name__ / where.name
+        if loop.mesh.is_main:
+            shutil.copytree(where, copy)
+        with change(copy, loop.mesh.is_main):
+            torch.distributed.barrier()
+            messages[change.__name__] = _message(restore, fresh.experts, copy)
+    return messages | {"none": _message(restore, fresh.experts, where)}
+
+
+@pytest.fixture(scope="module")
+def refusals(world2, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refused")
+    return world2.run(_refusals, folder, timeout=200), folder / "checkpoints"
+
+
+@pytest.mark.parametrize("change", [*SAVES, *LOADS])
+def test_an_adapter_that_is_not_the_one_in_training_is_refused_by_all(refusals, change):
+    words, (by_rank, _) = (SAVES | LOADS)[change], refusals
+    messages = [messages[change.__name__] for messages in by_rank]
     assert all(messages)
     assert any(re.search(words, message) for message in messages), messages
-    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert left == ["latest", "step_00000002"]  # what was there before
-    if change in SAVES:
-        assert checkpoint.fault(tmp_path / "checkpoints" / "step_00000002") is None
+
+
+def test_after_refused_saves_what_was_there_before_is_there_and_can_be_loaded(refusals):
+    by_rank, checkpoints = refusals
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000002"]
+    assert checkpoint.fault(checkpoints / "step_00000002") is None
+    assert [messages["none"] for messages in by_rank] == [None, None]
 
 
 def test_a_base_is_known_again_by_its_numbers():
@@ -234,3 +261,15 @@ def test_an_adapter_is_folded_in_tensor_by_tensor():
         a, b = (tensors[f"{module}.lora_{letter}.weight"].double() for letter in "AB")
         expected = before.double() + 8.0 / shapes[module] * (b @ a)
         torch.testing.assert_close(after.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+def _seed_of_dropout():
+    loop = _loop(3, experts=["high_noise"])
+    loop.train_step()
+    return torch.initial_seed()
+
+
+def test_each_rank_drops_others_of_its_clips_and_the_same_ones_in_the_same_step(world2):
+    one, other = world2.run(_seed_of_dropout)
+    assert one != other
+    assert world2.run(_seed_of_dropout) == [one, other]

@@ -29,7 +29,7 @@ def _message(loop, steps):
 
 
 def _loop(stage, network):
-    return tiny.loop(stage=stage, experts=["high_noise"], guarded=True, network=network)
+    return tiny.loop(stage=stage, experts=["high_noise"], guarded=True, network=network, global_batch_size=2)
 
 
 def _cut(module):

@@ -17,6 +17,7 @@ from wan_ds.models.adapter import AdapterSettings
 from wan_ds.models.weights import build_transformer
 from wan_ds.training.optimizer import cpu_adamw, fused_adamw, is_decayed
 
+SMALL = tiny.ARCHITECTURE | {"num_layers": 1}
 ADAPTER = AdapterSettings(rank=2, alpha=2.0, targets=["to_q", "ffn.net.2"])
 
 
@@ -25,10 +26,9 @@ class FromOnes:
 
     def __init__(self, rank=2, width=48, ffn=64):
         self.tensors = {}
-        for block in range(2):
-            for module, size in {"attn1.to_q": width, "attn2.to_q": width, "ffn.net.2": ffn}.items():
-                self.tensors[f"blocks.{block}.{module}.lora_A.weight"] = torch.ones(rank, size)
-                self.tensors[f"blocks.{block}.{module}.lora_B.weight"] = torch.ones(width, rank)
+        for module, size in {"attn1.to_q": width, "attn2.to_q": width, "ffn.net.2": ffn}.items():
+            self.tensors[f"blocks.0.{module}.lora_A.weight"] = torch.ones(rank, size)
+            self.tensors[f"blocks.0.{module}.lora_B.weight"] = torch.ones(width, rank)
 
     def scale(self, module):
         return 1.0
@@ -42,7 +42,7 @@ def steps_of(stage, factory, *, steps, weight=1.0, adapter=None, lr=1e-2):
 
     zero = dict(tiny.ZERO[stage])
     network = build_transformer(
-        tiny.ARCHITECTURE,
+        SMALL,
         None,
         seed=1,
         adapter=adapter,
@@ -87,7 +87,7 @@ def test_every_stage_decays_the_weights_of_layers_and_of_an_adapter_and_nothing_
     kept = ("bias", "scale_shift_table", "norm_q.weight", "norm_k.weight", "norm2.weight")
     assert shrank == {name: alive[name] and not name.endswith(kept) for name in shrank}
     if adapter is not None:
-        assert len(shrank) == 12 and all(shrank.values())
+        assert len(shrank) == 6 and all(shrank.values())
 
 
 def test_the_names_that_decay():
@@ -133,11 +133,12 @@ def _refused():
         return str(error)
 
 
-def test_the_fused_optimizer_is_refused_on_a_cpu(world1):
-    assert world1.run(_refused) == [
+def test_the_fused_optimizer_is_refused_on_a_cpu(world2):
+    refused = (
         "optimizer=fused_adamw: its kernels are for GPUs, and this machine computes on its CPU; type "
         "optimizer=adamw"
-    ]
+    )
+    assert world2.run(_refused) == [refused] * 2
 
 
 def _offloaded(factory):
