@@ -1,9 +1,6 @@
 """What a run exports opens where wan_ds is not, and is the same model there."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +11,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.elsewhere import run_elsewhere
 from tests.models.variants import randomised
 from tests.network import no_network
 from tests.training import sharded
@@ -236,16 +234,7 @@ def elsewhere(exported, tmp_path_factory):
             }
         )
     (root / "cases.json").write_text(json.dumps(told))
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    ended = subprocess.run(
-        [sys.executable, "-c", STOCK, str(root / "cases.json")],
-        cwd=root,
-        env=environment | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_elsewhere(STOCK, root, str(root / "cases.json"))
     return {name: torch.load(root / f"{name} made.pt") for name in CASES}
 
 

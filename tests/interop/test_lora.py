@@ -4,10 +4,7 @@ import copy
 import json
 import logging
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +16,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.elsewhere import run_elsewhere
 from tests.models.variants import ARCHITECTURES, IMAGE_TOKENS, randomised
 from wan_ds.errors import CheckpointError
 from wan_ds.interop import lora as lora_files
@@ -310,16 +308,7 @@ def elsewhere(tmp_path_factory, shapes):
                 write(lora, folder, dialect, "mine", shapes["t2v"])
     (root / "cases.json").write_text(json.dumps(cases))
     torch.save(given_elsewhere(), root / "given.pt")
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    ended = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE],
-        cwd=root,
-        env=environment | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_elsewhere(ELSEWHERE, root)
     return adapters, bases, torch.load(root / "outputs.pt")
 
 

@@ -32,8 +32,8 @@ from wan_ds.interop.lora_names import (
     diffusers_module,
     original_module,
     parse,
-    some,
 )
+from wan_ds.interop.names import some
 
 ADAPTER_METADATA = "lora_adapter_metadata"  # where diffusers keeps PEFT's settings in a header
 _IMAGE = ("add_k_proj", "add_v_proj")

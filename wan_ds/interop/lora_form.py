@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from wan_ds.errors import CheckpointError
-from wan_ds.interop.lora_names import is_linear, some
+from wan_ds.interop.lora_names import is_linear
+from wan_ds.interop.names import some
 
 Shapes = Mapping[
     str, tuple[int, int]

@@ -5,12 +5,10 @@ or as the latter with underscores for dots (kohya's).
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from wan_ds.errors import CheckpointError
 from wan_ds.interop import names
-
-KEYS_SHOWN = 4  # of the keys in an error's message
 
 # One key of each dialect. `peft` is read alone: diffusers' spelling without its prefix.
 EXAMPLES = {
@@ -74,7 +72,7 @@ def parse(keys: Iterable[str], where: str) -> tuple[str, dict[str, dict[str, str
     plain = {key: plain_key(key) for key in keys}
     for sign, what in _REFUSED.items():
         if found := [key for key in keys if re.search(sign, plain[key])]:
-            raise CheckpointError(f"{where} holds {what} ({some(found)})")
+            raise CheckpointError(f"{where} holds {what} ({names.some(found)})")
     dialects: dict[str, str] = {}
     modules: dict[str, dict[str, str]] = {}
     unknown = []
@@ -95,7 +93,7 @@ def parse(keys: Iterable[str], where: str) -> tuple[str, dict[str, dict[str, str
     if unknown or not keys:
         known = ", ".join(f"{dialect} ({example})" for dialect, example in EXAMPLES.items())
         raise CheckpointError(
-            f"{where}: {len(unknown)} of {len(keys)} keys are of no Wan LoRA known here: {some(unknown)}; "
+            f"{where}: {len(unknown)} of {len(keys)} keys are of no Wan LoRA known here: {names.some(unknown)}; "
             f"the dialects and a key of each: {known}"
         )
     if len(dialects) > 1:
@@ -109,12 +107,6 @@ def _split(key: str) -> tuple[str, str | None]:
         if key.endswith(suffix):
             return key.removesuffix(suffix), part
     return key, None
-
-
-def some(keys: Sequence[str]) -> str:
-    """The first of them and how many more there are."""
-    more = f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else ""
-    return ", ".join(keys[:KEYS_SHOWN]) + more if keys else "there are none"
 
 
 # Modules

@@ -244,8 +244,8 @@ def _refuse_other_adapter(
     absent = [name for name in ours if name not in theirs]
     extra = [name for name in theirs if name not in ours]
     if absent or extra:
-        parts = [f"it lacks {_some(absent)}"] if absent else []
-        parts += [f"it also has {_some(extra)}"] if extra else []
+        parts = [f"it lacks {some(absent)}"] if absent else []
+        parts += [f"it also has {some(extra)}"] if extra else []
         raise CheckpointError(f"{where} is not on the modules of adapter.targets: {'; '.join(parts)}")
     other: list[str] = []
     found: Counter[tuple[int, float]] = Counter()
@@ -267,11 +267,12 @@ def _refuse_other_adapter(
         (rank, alpha), count = found.most_common(1)[0]
         each = "" if count == found.total() else " and patterns for the modules that differ"
         raise CheckpointError(
-            f"{where} has another rank or alpha: {_some(other)}; type adapter.rank={rank} "
+            f"{where} has another rank or alpha: {some(other)}; type adapter.rank={rank} "
             f"adapter.alpha={alpha:g}{each}, alpha as adapter.rslora={str(settings.rslora).lower()} counts it"
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first of them for an error's message, and how many more there are."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return f"{', '.join(names[:NAMES_SHOWN])}{more}"

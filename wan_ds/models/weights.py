@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from wan_ds import streams
 from wan_ds.errors import CheckpointError
 from wan_ds.models.adapter import (
-    NAMES_SHOWN,
     AdapterSettings,
     AdapterStart,
     AdapterTensors,
     inject,
     is_adapter,
     plain_name,
+    some,
 )
 from wan_ds.models.quantised import STORAGE, quantise
 from wan_ds.models.transformer import WanTransformer, WanTransformerBlock, check_rope, reset_rope
@@ -271,8 +271,7 @@ def _differing_keys(ours: Mapping[str, Described], theirs: Mapping[str, Describe
     ]
     for kind, names in {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}.items():
         if names:
-            more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-            found.append(f"{kind}: {', '.join(names[:NAMES_SHOWN])}{more}")
+            found.append(f"{kind}: {some(names)}")
     return found
 
 

@@ -14,13 +14,12 @@ from wan_ds.errors import CheckpointError
 from wan_ds.interop import lora as files
 from wan_ds.interop.lora import Lora
 from wan_ds.interop.tensor_files import Stored
-from wan_ds.models.adapter import AdapterSettings
+from wan_ds.models.adapter import AdapterSettings, some
 from wan_ds.models.weights import Described, Source
 from wan_ds.training import checkpoint
 
 FILE = "adapter.safetensors"
 _DIALECT = "diffusers"
-_SHOWN = 3  # of the names in an error's message
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,8 @@ def refuse_unequal(
     absent = [name for name in shapes if name not in lora.tensors]
     unexpected = [name for name in lora.tensors if name not in shapes]
     if absent or unexpected:
-        parts = [f"lacks {_some(absent)}"] if absent else []
-        parts += [f"has {_some(unexpected)}, which does not train"] if unexpected else []
+        parts = [f"lacks {some(absent)}"] if absent else []
+        parts += [f"has {some(unexpected)}, which does not train"] if unexpected else []
         raise CheckpointError(f"{lora.where} {' and '.join(parts)}")
     for name, shape, values, start in shards:
         found = lora.tensors[name]
@@ -89,11 +88,6 @@ def refuse_unequal(
                 f"{lora.where}: {module} has the scale {lora.scale(module):g}, in training "
                 f"{adapter.settings.scale_of(module):g}"
             )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 class Merged:

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from wan_ds.errors import CheckpointError
+from wan_ds.errors import CheckpointError, ConfigError, DataError
 from wan_ds.parallel.reduce import any_rank, host_group
 
 _T = TypeVar("_T")
@@ -24,8 +24,8 @@ def agreed(part: Callable[[], _T]) -> _T:
         failure = error
     if any_rank(failure is not None):
         words: list[str | None] = [None] * dist.get_world_size()
-        expected = isinstance(failure, (OSError, RuntimeError))
-        own = None if failure is None else str(failure) if expected else repr(failure)
+        is_told = isinstance(failure, (OSError, RuntimeError, ConfigError, DataError))
+        own = None if failure is None else str(failure) if is_told else repr(failure)
         dist.all_gather_object(words, own, group=host_group())
         raise CheckpointError(next(text for text in words if text is not None)) from failure
     return result
