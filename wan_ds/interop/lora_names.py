@@ -93,7 +93,8 @@ def parse(keys: Iterable[str], where: str) -> tuple[str, dict[str, dict[str, str
     if unknown or not keys:
         known = ", ".join(f"{dialect} ({example})" for dialect, example in EXAMPLES.items())
         raise CheckpointError(
-            f"{where}: {len(unknown)} of {len(keys)} keys are of no Wan LoRA known here: {names.some(unknown)}; "
+            f"{where}: {len(unknown)} of {len(keys)} keys are of no Wan LoRA known here: "
+            f"{names.some(unknown)}; "
             f"the dialects and a key of each: {known}"
         )
     if len(dialects) > 1:
