@@ -3,7 +3,9 @@
 from wan_ds.config.checks import check
 from wan_ds.config.schema import (
     Adapter,
+    Attention,
     Checkpoint,
+    Compile,
     Config,
     Data,
     Dtype,
@@ -22,6 +24,7 @@ from wan_ds.config.schema import (
     Tracker,
     TrackerMode,
     Train,
+    Ulysses,
     Vae,
     Weights,
     read,
@@ -30,7 +33,9 @@ from wan_ds.config.schema import (
 
 __all__ = [
     "Adapter",
+    "Attention",
     "Checkpoint",
+    "Compile",
     "Config",
     "Data",
     "Dtype",
@@ -49,6 +54,7 @@ __all__ = [
     "Tracker",
     "TrackerMode",
     "Train",
+    "Ulysses",
     "Vae",
     "Weights",
     "check",

@@ -45,6 +45,8 @@ def _check_ranges(config: Config) -> None:
         "train.steps": train.steps,
         "train.global_batch_size": train.global_batch_size,
         "train.micro_batch_size": train.micro_batch_size,
+        "train.check_every_steps": train.check_every_steps,
+        "train.stall_seconds": train.stall_seconds,
         "parallelism.sp_size": config.parallelism.sp_size,
         "model.fps": config.model.fps,
         "model.shift": config.model.shift,

@@ -32,8 +32,31 @@ class Resize(Enum):
 
 
 class Recompute(Enum):
+    """What backward computes again: nothing, each block, or each block but for its self-attention."""
+
     none = "none"
     full = "full"
+    selective = "selective"
+
+
+class Ulysses(Enum):
+    """The exchange of sequence parallelism; see `wan_ds.parallel.ulysses`."""
+
+    deepspeed = "deepspeed"
+    fused = "fused"
+
+
+class Attention(Enum):
+    """What computes attention; see `wan_ds.models.attention`."""
+
+    auto = "auto"
+    sdpa = "sdpa"
+    varlen = "varlen"
+
+
+class Compile(Enum):
+    none = "none"
+    blocks = "blocks"
 
 
 class TrackerMode(Enum):
@@ -80,6 +103,7 @@ class Model:
     revision: str | None = None  # of the hub: a commit, branch or tag; null: the newest
     boundary: float | None = None  # shifted sigma from which on the high-noise expert works; null: one expert
     shift: float = MISSING
+    attention: Attention = Attention.auto
     guidance: dict[str, float] = MISSING  # classifier-free guidance of each expert when sampling
     sampling_steps: int = MISSING
     fps: float = MISSING
@@ -116,12 +140,17 @@ class Train:
     max_skipped_in_a_row: int = 10  # non-finite steps of one expert before the run stops
     lr_scale: dict[str, float] = field(default_factory=dict)  # factor on optimizer.lr by expert
     deterministic: bool = False
+    compile: Compile = Compile.none
+    check_every_steps: int = 100  # between two comparisons of what the ranks must agree on
+    stall_seconds: float = 600.0  # without progress until the job ends and says which rank is the odd one
 
 
 @dataclass
 class Parallelism:
     sp_size: int = 1  # ranks that share one clip
+    ulysses: Ulysses = Ulysses.fused
     recompute: Recompute = Recompute.none
+    recompute_keeps_exchange: bool = False  # of selective: what sp ranks exchanged stays, not sent again
     zero_optimization: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's own block
 
 

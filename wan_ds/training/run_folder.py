@@ -25,6 +25,8 @@ MAY_CHANGE = (
     "run_dir",
     "resume",
     "train.steps",
+    "train.check_every_steps",
+    "train.stall_seconds",
     "checkpoint",
     "evaluation",
     "sampling",
