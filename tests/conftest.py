@@ -30,6 +30,14 @@ def world2() -> Iterator[World]:
     world.kill()
 
 
+@pytest.fixture(scope="session")
+def world4() -> Iterator[World]:
+    """Four gloo ranks, shared by the session."""
+    world = World(4, timeout=300.0)
+    yield world
+    world.kill()
+
+
 # Files that take long come first, so that two workers end together.
 SLOW_FIRST = [
     "test_variants.py",

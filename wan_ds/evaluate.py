@@ -68,6 +68,7 @@ def main(options: EvaluateOptions) -> int:
                 conditioning,
                 seed=config.seed,
                 batch_size=options.batch_size,
+                tokens=networks.tokens_of(config),
             )
             for name, routed in probes.items()
         }

@@ -214,10 +214,10 @@ def _images_last_frame_first(monkeypatch, model, batch):
 
 
 def _one_softmax_for_text_and_image(monkeypatch, model, batch):
-    def forward(self, x, text, image, clip_tokens):
+    def forward(self, x, text, image, clip_tokens, attend):
         key = torch.cat([self.norm_k(self.to_k(text)), self.norm_added_k(self.add_k_proj(image))], dim=1)
         value = torch.cat([self.to_v(text), self.add_v_proj(image)], dim=1)
-        return self.to_out[0](self._attend(self.norm_q(self.to_q(x)), key, value, clip_tokens))
+        return self.to_out[0](self._attend(self.norm_q(self.to_q(x)), key, value, clip_tokens, attend))
 
     monkeypatch.setattr(attention.CrossAttention, "forward", forward)
 
@@ -505,7 +505,7 @@ def test_a_tensor_has_segments_by_one_timestep_for_each_token_alone():
     batch.timestep = torch.zeros(1, 47)
     with pytest.raises(ValueError, match=r"timestep \[1, 47\], not \[1, 48\]: one for each token"):
         through_tensor(model, batch)
-    with pytest.raises(ValueError, match="segment_frames are for clips"):
+    with pytest.raises(ValueError, match="segment_frames and local are for clips"):
         model(torch.stack(batch.clips), batch.timestep, batch.text, segment_frames=[(1, 2)])
 
 

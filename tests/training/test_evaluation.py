@@ -123,9 +123,9 @@ def test_a_clip_is_judged_with_its_image_at_every_level_or_at_none():
     """TI2V: what is given belongs to the clip, so that levels of one clip can be compared."""
     seen = []
 
-    def network(clips, timestep, prompts, images, *, segment_frames):  # noqa: ARG001
+    def network(clips, timestep, prompts, images, *, segment_frames, local):  # noqa: ARG001
         seen.extend(len(segments) > 1 for segments in segment_frames)
-        return clips
+        return torch.zeros(sum(clip[0].numel() // 4 for clip in clips), 64)
 
     probes = [evaluation.Probe(clip, level, "all") for clip in range(tiny.CLIPS) for level in range(6)]
     encoded = tiny.encoded()

@@ -61,6 +61,15 @@ def batch_of(variant):
     )
 
 
+def columns(clips):
+    """The clips as the columns of proj_out: [tokens, 1 2 2 C], channels fastest."""
+    rows = []
+    for clip in clips:
+        blocks = clip.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(1, 2, 4, 3, 5, 0)
+        rows.append(blocks.flatten(3).flatten(0, 2))
+    return torch.cat(rows)
+
+
 def reference(stock, batch, image_share):
     """Loss per element and sigma of each clip, by diffusers' forward, one clip at a time."""
     strata = torch.randperm(BATCH, generator=streams.generator(SEED, "strata", STEP))
@@ -127,9 +136,9 @@ def test_what_the_network_says_of_a_given_frame_changes_no_loss():
     objective = FlowMatching(Uniform(), min_snr, TextImageToVideo(1.0), seed=SEED, global_batch_size=BATCH)
 
     def network(first, other):
-        def predict(clips, timestep, prompts, images, *, segment_frames):  # noqa: ARG001
+        def predict(clips, timestep, prompts, images, *, segment_frames, local):  # noqa: ARG001
             assert segment_frames == [(1, SIZE[0] - 1)] * len(clips)
-            return [torch.cat([c[:, :1] + first, c[:, 1:] + other], dim=1) for c in clips]
+            return columns([torch.cat([c[:, :1] + first, c[:, 1:] + other], dim=1) for c in clips])
 
         return predict
 
@@ -144,7 +153,7 @@ def test_a_clip_of_one_frame_is_learnt_whole_whatever_its_draw():
     batch = MicroBatch([0], [drawn("clip", 0, shape=(48, 1, 4, 4))], [Condition()], torch.zeros(1, 512, 32))
     objective = FlowMatching(Uniform(), min_snr, TextImageToVideo(1.0), seed=SEED, global_batch_size=1)
     assert objective.count(batch, STEP) == 48 * 16
-    loss = objective(lambda clips, *_, segment_frames: clips, batch, WHOLE, STEP)
+    loss = objective(lambda clips, *_, segment_frames, local: columns(clips), batch, WHOLE, STEP)
     assert loss.count == 48 * 16
 
 
@@ -152,8 +161,8 @@ def test_a_batch_of_weight_zero_adds_nothing_and_a_half_half():
     objective = FlowMatching(Uniform(), min_snr, TextToVideo(), seed=SEED, global_batch_size=BATCH)
     whole = batch_of("t2v")
 
-    def network(clips, *_, segment_frames):  # noqa: ARG001
-        return [clip.bfloat16() for clip in clips]
+    def network(clips, *_, segment_frames, local):  # noqa: ARG001
+        return columns(clips).bfloat16()
 
     losses = {
         weight: objective(network, replace(whole, weight=weight), WHOLE, STEP) for weight in (0.0, 0.5, 1.0)

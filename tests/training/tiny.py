@@ -13,9 +13,11 @@ from wan_ds.data.loader import Item, slots_of_rank
 from wan_ds.data.order import clips_of_step
 from wan_ds.flow.timesteps import Uniform
 from wan_ds.flow.weighting import bell
+from wan_ds.models.attention import WholeSequence, attend_within_clips
 from wan_ds.models.conditioning import Condition, TextToVideo
 from wan_ds.models.weights import build_transformer
 from wan_ds.parallel.mesh import Mesh
+from wan_ds.parallel.ulysses import SplitSequence
 from wan_ds.training.engine import Engine
 from wan_ds.training.experts import plan_routing
 from wan_ds.training.guard import FirstSteps
@@ -23,7 +25,7 @@ from wan_ds.training.loop import Expert, Loop
 from wan_ds.training.lr_schedule import Constant
 from wan_ds.training.optimizer import build_optimizer
 from wan_ds.training.precision import named
-from wan_ds.training.step import FlowMatching
+from wan_ds.training.step import FlowMatching, Tokens
 
 ARCHITECTURE = {
     "patch_size": [1, 2, 2],
@@ -138,13 +140,16 @@ def expert(  # noqa: PLR0913
     network=None,
     architecture=ARCHITECTURE,
     precision=PRECISIONS["fp32"],
+    sequence=None,
+    optimizer=None,
 ) -> Expert:
     network = model(name, architecture) if network is None else network
+    network.sequence = sequence or network.sequence
     engine = Engine(
         network,
-        build_optimizer(network, partial(torch.optim.AdamW, lr=lr, weight_decay=0.1)),
+        build_optimizer(network, optimizer or partial(torch.optim.AdamW, lr=lr, weight_decay=0.1)),
         mesh,
-        zero_optimization=dict(ZERO[stage]),
+        zero_optimization=dict(ZERO[stage] if isinstance(stage, int | str) else stage),
         micro_batch_size=1,
         max_grad_norm=max_grad_norm,
         precision=precision,
@@ -164,21 +169,35 @@ def loop(  # noqa: PLR0913
     policy="natural",
     architecture=ARCHITECTURE,
     conditioning=None,
+    sp_size=1,
+    ulysses="fused",
     **options,
 ) -> Loop:
-    mesh = Mesh()
+    mesh = Mesh(sp_size)
+    sequence = WholeSequence() if sp_size == 1 else SplitSequence(mesh, attend_within_clips, ulysses)
     timesteps = Uniform(5.0)
     routing = plan_routing(timesteps, boundary=0.875, experts=experts, policy=policy, seed=SEED)
     return Loop(
         experts={
             name: expert(
-                name, routing.intervals[name], mesh, stage=stage, architecture=architecture, **options
+                name,
+                routing.intervals[name],
+                mesh,
+                stage=stage,
+                architecture=architecture,
+                sequence=sequence,
+                **options,
             )
             for name in routing.shares
         },
         routing=routing,
         objective=FlowMatching(
-            timesteps, bell, conditioning or TextToVideo(), seed=SEED, global_batch_size=global_batch_size
+            timesteps,
+            bell,
+            conditioning or TextToVideo(),
+            seed=SEED,
+            global_batch_size=global_batch_size,
+            tokens=Tokens((1, 2, 2), sequence),
         ),
         batches=items(range(first_step, steps), global_batch_size, mesh),
         encoded=encoded(architecture),

@@ -6,6 +6,10 @@ Letters: T tokens of the stream here, A heads, D width of a head, d = A D the mo
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, lru_cache
+from importlib import import_module
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -14,9 +18,12 @@ from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers import transformer_wan
 from torch import Tensor, nn
 
+from wan_ds.errors import ConfigError
 from wan_ds.models.tokens import Grid
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# query, key, value [T, A, D], and of each clip how many of the queries and how many of the keys are its own
+AttendClips = Callable[[Tensor, Tensor, Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -30,6 +37,8 @@ class TokenSequence(Protocol):
     Each rank holds one range of equal length. The stream is padded once, at its end, where that does not
     divide it.
     """
+
+    attention: AttendClips  # what computes attention on one rank, cross-attention too
 
     def bounds(self, tokens: int) -> tuple[int, int]:
         """This rank's range [start, stop) of a stream of ``tokens``; stop may lie beyond its end."""
@@ -50,6 +59,9 @@ class TokenSequence(Protocol):
 class WholeSequence:
     """The stream on one rank."""
 
+    def __init__(self, attention: AttendClips | None = None) -> None:
+        self.attention = attention or attend_within_clips
+
     def bounds(self, tokens: int) -> tuple[int, int]:
         return 0, tokens
 
@@ -57,7 +69,7 @@ class WholeSequence:
         return stream
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, clip_tokens: Sequence[int]) -> Tensor:
-        return attend_within_clips(query, key, value, clip_tokens, clip_tokens)
+        return self.attention(query, key, value, clip_tokens, clip_tokens)
 
     def gather(self, stream: Tensor, tokens: int) -> Tensor:
         return stream[:tokens]
@@ -66,23 +78,123 @@ class WholeSequence:
 def attend_within_clips(
     query: Tensor, key: Tensor, value: Tensor, query_tokens: Sequence[int], key_tokens: Sequence[int]
 ) -> Tensor:
-    """Softmax attention `[T, A, D]` where each clip's queries see that clip's keys alone.
+    """Softmax attention `[T, A, D]` where each clip's queries see that clip's keys alone: backend `sdpa`.
 
-    ValueError unless both lists are of the same clips and account for all tokens.
+    ValueError unless both lists are of the same clips, none without tokens, and account for all tokens.
 
     Clips of equal lengths are one batched call, others go one by one; without a mask every fast kernel fits.
     """
-    if len(query_tokens) != len(key_tokens) or sum(query_tokens) != len(query) or sum(key_tokens) != len(key):
+    _refuse_other_tokens(query, key, query_tokens, key_tokens)
+    if len(set(query_tokens)) == len(set(key_tokens)) == 1:
+        return _attend_batch(query, key, value, len(query_tokens))
+    parts = zip(query.split(query_tokens), key.split(key_tokens), value.split(key_tokens), strict=True)
+    return torch.cat([_attend_batch(q, k, v, 1) for q, k, v in parts])
+
+
+def _refuse_other_tokens(
+    query: Tensor, key: Tensor, query_tokens: Sequence[int], key_tokens: Sequence[int]
+) -> None:
+    is_by_clip = len(query_tokens) == len(key_tokens) and min([*query_tokens, *key_tokens], default=0) > 0
+    if not is_by_clip or sum(query_tokens) != len(query) or sum(key_tokens) != len(key):
         raise ValueError(
             f"queries of {list(query_tokens)} tokens in {len(query)}, keys of {list(key_tokens)} in"
             f" {len(key)}"
         )
-    if len(set(query_tokens)) == len(set(key_tokens)) == 1:
-        clips = len(query_tokens)
-        q, k, v = (tensor.unflatten(0, (clips, -1)).transpose(1, 2) for tensor in (query, key, value))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
-    parts = zip(query.split(query_tokens), key.split(key_tokens), value.split(key_tokens), strict=True)
-    return torch.cat([attend_within_clips(q, k, v, [len(q)], [len(k)]) for q, k, v in parts])
+
+
+def _attend_batch(query: Tensor, key: Tensor, value: Tensor, clips: int) -> Tensor:
+    """Of clips that have equally many queries, and equally many keys."""
+    q, k, v = (tensor.unflatten(0, (clips, -1)).transpose(1, 2) for tensor in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
+
+
+def attend_in_one_call(
+    query: Tensor, key: Tensor, value: Tensor, query_tokens: Sequence[int], key_tokens: Sequence[int]
+) -> Tensor:
+    """As `attend_within_clips`, by one kernel for clips of any lengths: backend `varlen`.
+
+    ValueError also unless the tensors are float16 or bfloat16 on a GPU that has such a kernel.
+    """
+    if why_not := _no_varlen(query):
+        raise ValueError(f"attention by varlen: {why_not}; choose auto or sdpa")
+    return attend_by(_varlen_kernel(), query, key, value, query_tokens, key_tokens)
+
+
+def attend_by(  # noqa: PLR0913
+    kernel: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_tokens: Sequence[int],
+    key_tokens: Sequence[int],
+) -> Tensor:
+    """`[T, A, D]` by a kernel that takes query, key, value, where each clip's queries and keys begin, int32
+    `[K + 1]`, and how many its longest ones are."""
+    _refuse_other_tokens(query, key, query_tokens, key_tokens)
+    borders = (_borders(tuple(tokens), query.device) for tokens in (query_tokens, key_tokens))
+    return kernel(query, key, value, *borders, max(query_tokens), max(key_tokens))
+
+
+@lru_cache(maxsize=64)
+def _borders(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where clips of so many tokens begin, and the stream's end; one transfer for all layers of a model."""
+    with torch.inference_mode(False):  # backward of a later step keeps it
+        return torch.tensor([0, *accumulate(tokens)], dtype=torch.int32, device=device)
+
+
+@cache
+def _varlen_kernel() -> Callable[..., Tensor] | None:
+    """torch's own from 2.10 on, else flash-attn's; None where there is neither."""
+    places = {"torch.nn.attention.varlen": "varlen_attn", "flash_attn": "flash_attn_varlen_func"}
+    for module, name in places.items():
+        with suppress(ImportError):
+            return getattr(import_module(module), name)
+    return None
+
+
+@cache
+def _no_kernel_on(device: torch.device) -> str | None:
+    """Why there is no varlen kernel for half precision on this device; None where there is one."""
+    if device.type != "cuda":
+        return f"the kernel is for GPUs, and this machine computes on its {device.type.upper()}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8 and torch.version.hip is None:
+        return f"the kernel is for GPUs of compute capability 8.0 and later, not {major}.{minor}"
+    if _varlen_kernel() is None:
+        return "neither torch 2.10 or later nor flash-attn is installed"
+    return None
+
+
+def _no_varlen(query: Tensor) -> str | None:
+    """Why these queries `[T, A, D]` cannot go through the varlen kernel; None where they can."""
+    if why_not := _no_kernel_on(query.device):
+        return why_not
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"the kernel takes float16 and bfloat16, not {query.dtype}"
+    width = query.shape[-1]
+    return f"the kernel takes heads of 8 to 256 by eights, not {width}" if width % 8 or width > 256 else None
+
+
+def attend_by_the_fastest(
+    query: Tensor, key: Tensor, value: Tensor, query_tokens: Sequence[int], key_tokens: Sequence[int]
+) -> Tensor:
+    """As `attend_within_clips`: by one kernel where that would call one for each clip: backend `auto`."""
+    differ = len(set(query_tokens)) > 1 or len(set(key_tokens)) > 1
+    backend = attend_in_one_call if differ and _no_varlen(query) is None else attend_within_clips
+    return backend(query, key, value, query_tokens, key_tokens)
+
+
+BACKENDS: dict[str, AttendClips] = {
+    "auto": attend_by_the_fastest,
+    "sdpa": attend_within_clips,
+    "varlen": attend_in_one_call,
+}
+
+
+def refuse_missing_backend(name: str, device: torch.device) -> None:
+    """ConfigError if this device has no kernel for `model.attention`; before any weight is read."""
+    if name == "varlen" and (why_not := _no_kernel_on(device)):
+        raise ConfigError(f"model.attention=varlen: {why_not}; type model.attention=auto, or sdpa")
 
 
 def rotation(cos: Tensor, sin: Tensor, axes: Sequence[int], grids: Sequence[Grid]) -> Tensor:
@@ -188,22 +300,33 @@ class CrossAttention(transformer_wan.WanAttention):
     `[K, n, d]`."""
 
     def forward(
-        self, hidden_states: Tensor, text: Tensor, image: Tensor | None, clip_tokens: Sequence[int]
+        self,
+        hidden_states: Tensor,
+        text: Tensor,
+        image: Tensor | None,
+        clip_tokens: Sequence[int],
+        attention: AttendClips,
     ) -> Tensor:
         key, value = self.to_k(text), self.to_v(text)
         query = self.norm_q(self.to_q(hidden_states)).type_as(value)
-        attended = self._attend(query, self.norm_k(key), value, clip_tokens)
+        attended = self._attend(query, self.norm_k(key), value, clip_tokens, attention)
         if image is not None:
             key, value = self.add_k_proj(image), self.add_v_proj(image)
-            attended = attended + self._attend(query, self.norm_added_k(key), value, clip_tokens)
+            attended = attended + self._attend(query, self.norm_added_k(key), value, clip_tokens, attention)
         return self.to_out[1](self.to_out[0](attended))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, clip_tokens: Sequence[int]) -> Tensor:
+    def _attend(  # noqa: PLR0913
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        clip_tokens: Sequence[int],
+        attention: AttendClips,
+    ) -> Tensor:
         query, key, value = (
             tensor.type_as(value).unflatten(-1, (self.heads, -1)) for tensor in (query, key, value)
         )
         tokens_of_keys = [key.shape[1]] * len(key)
-        attended = attend_within_clips(
+        return attention(
             query, key.flatten(0, 1), value.flatten(0, 1), clip_tokens, tokens_of_keys
-        )
-        return attended.flatten(1)
+        ).flatten(1)

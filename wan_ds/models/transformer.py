@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from wan_ds.models.attention import (
     Attend,
+    AttendClips,
     CrossAttention,
     LayerNorm,
     RMSNorm,
@@ -141,6 +142,7 @@ class WanTransformerBlock(transformer_wan.WanTransformerBlock):
         rope: Tensor,
         part: Part,
         attend: Attend,
+        attention: AttendClips,
     ) -> Tensor:
         """`[T, d]` of `[T, d]`, texts `[B, 512, d]`, images `[B, n, d]`, modulation `[S, 6, d]`."""
         segments = part.segment_tokens
@@ -153,7 +155,7 @@ class WanTransformerBlock(transformer_wan.WanTransformerBlock):
         hidden_states = x.type_as(hidden_states)
 
         x = self.norm2(hidden_states)
-        hidden_states = hidden_states + self.attn2(x, text, image, part.clip_tokens)
+        hidden_states = hidden_states + self.attn2(x, text, image, part.clip_tokens, attention)
 
         x = by_segment(_modulate, [self.norm3(widened(hidden_states))], [ffn_shift, ffn_scale], segments)
         x = self.ffn(x.type_as(hidden_states))
@@ -201,14 +203,16 @@ class WanTransformer(WanTransformer3DModel):
         config["_class_name"] = WanTransformer3DModel.__name__
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
-    def __call__(self, hidden_states: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """`forward`, whose tokens become a list of clips again where clips were given.
+    def __call__(
+        self, hidden_states: Tensor | Sequence[Tensor], *args: Any, local: bool = False, **kwargs: Any
+    ) -> Any:
+        """`forward`, whose tokens become a list of clips again where clips were given, unless ``local``.
 
         Not in forward, because ZeRO-3 counts a use of the model for each tensor that leaves it: ranks with
         other numbers of clips would not agree on the order of modules.
         """
-        result = super().__call__(hidden_states, *args, **kwargs)
-        return result if isinstance(hidden_states, Tensor) else self._to_clips(result, hidden_states)
+        result = super().__call__(hidden_states, *args, local=local, **kwargs)
+        return result if local or isinstance(hidden_states, Tensor) else self._to_clips(result, hidden_states)
 
     @apply_lora_scale("attention_kwargs")
     def forward(  # noqa: PLR0913
@@ -221,6 +225,7 @@ class WanTransformer(WanTransformer3DModel):
         attention_kwargs: dict[str, Any] | None = None,  # noqa: ARG002  the decorator reads it
         *,
         segment_frames: Sequence[Sequence[int]] | None = None,
+        local: bool = False,
     ) -> Any:
         """Velocities; of one tensor as diffusers has it, of a sequence of clips as training has it.
 
@@ -232,10 +237,12 @@ class WanTransformer(WanTransformer3DModel):
                 last frame's tokens are neighbours; exactly where the model attends to images.
             segment_frames: with clips, how many latent frames each segment of each clip has, such as
                 [(21,), (1, 20)]; None is one segment per clip.
+            local: with clips, only this rank's range of the stream, padding included.
 
         Returns:
             diffusers' output of `[B, out channels, F, H, W]`; of clips the stream `[tokens, p_t p_h p_w out
-            channels]`, which a call of the model makes a list of clips `[out channels, F, H, W]`.
+            channels]`, which a call of the model makes a list of clips `[out channels, F, H, W]`, or this
+            rank's range of the stream.
 
         Raises:
             ValueError: inputs that do not fit the model or each other.
@@ -244,13 +251,18 @@ class WanTransformer(WanTransformer3DModel):
         self._check_clips(clips)
         layout = lay_out([clip.shape[1:] for clip in clips], self.config.patch_size, segment_frames)
         given_tensor = isinstance(hidden_states, Tensor)
-        if given_tensor and segment_frames is not None:
-            raise ValueError("segment_frames are for clips; with a tensor timestep may be [B, tokens]")
+        if given_tensor and (segment_frames is not None or local):
+            raise ValueError(
+                "segment_frames and local are for clips; with a tensor timestep may be [B, tokens]"
+            )
         if given_tensor and timestep.ndim == 2:
             layout, timestep = _segments_of_tokens(layout, timestep)
         self._check_stream(layout, timestep, encoder_hidden_states)
         image = self._image_of_clips(encoder_hidden_states_image, len(clips))
         columns = self._run(clips, layout, timestep, encoder_hidden_states, image)
+        if local:
+            return columns
+        columns = self.sequence.gather(columns, layout.tokens)
         if not given_tensor:
             return columns
         sample = torch.stack(self._to_clips(columns, clips))
@@ -259,7 +271,7 @@ class WanTransformer(WanTransformer3DModel):
     def _run(
         self, clips: list[Tensor], layout: Layout, timestep: Tensor, text: Tensor, image: Tensor | None
     ) -> Tensor:
-        """The body behind both doors: proj_out's columns of all tokens."""
+        """The body behind both doors: proj_out's columns of this rank's range of the stream."""
         part = layout.part(*self.sequence.bounds(layout.tokens))
         stream = torch.cat([patches(clip, self.config.patch_size) for clip in clips])
         hidden_states = self.patch_embedding(self.sequence.split(stream)).flatten(1)
@@ -270,7 +282,7 @@ class WanTransformer(WanTransformer3DModel):
         )
 
         attend = partial(self.sequence.attend, clip_tokens=layout.clip_tokens)
-        arguments = (text, image, modulation, rope, part, attend)
+        arguments = (text, image, modulation, rope, part, attend, self.sequence.attention)
         for block in self.blocks:
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 hidden_states = self._gradient_checkpointing_func(block, hidden_states, *arguments)
@@ -280,7 +292,7 @@ class WanTransformer(WanTransformer3DModel):
         shift, scale = (self.scale_shift_table + time[:, None]).unbind(1)
         normed = self.norm_out(widened(hidden_states))
         head = by_segment(_modulate, [normed], [shift, scale], part.segment_tokens)
-        return self.sequence.gather(self.proj_out(head.type_as(hidden_states)), layout.tokens)
+        return self.proj_out(head.type_as(hidden_states))
 
     def _to_clips(self, columns: Tensor, clips: Sequence[Tensor]) -> list[Tensor]:
         """Velocities `[out channels, F, H, W]` of the sizes of these clips."""

@@ -33,6 +33,11 @@ class Mesh:
         self.sequence_parallel_unit = SequenceParallelUnit(self)
 
     @property
+    def sp_group(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's clips."""
+        return self.sequence_parallel_unit.get_sequence_parallel_group()
+
+    @property
     def is_main(self) -> bool:
         """Whether this rank writes files and talks to people."""
         return self.rank == 0

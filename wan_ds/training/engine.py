@@ -20,6 +20,7 @@ from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import groups, safe_get_full_grad
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -31,6 +32,7 @@ from wan_ds.parallel.reduce import gradient_divisor
 from wan_ds.training.optimizer import complete_plain_step
 from wan_ds.training.precision import Precision, compute_in_own_dtypes
 from wan_ds.training.shards import fragment, whole
+from wan_ds.training.unfinished import forget_gradients, release_weights
 
 # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames.
 warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -241,6 +243,7 @@ class Engine(_Network):
                 model=model.to(device()), optimizer=optimizer, config=config, mpu=mesh.sequence_parallel_unit
             )
         self._watch_update()
+        self._calls = 0
 
     @property
     def module(self) -> nn.Module:
@@ -248,6 +251,7 @@ class Engine(_Network):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward in a training step."""
+        self._calls = len(parameter_offload.FWD_MODULE_STACK)
         return self.engine(*args, **kwargs)
 
     def backward(self, share: torch.Tensor) -> None:
@@ -260,6 +264,17 @@ class Engine(_Network):
             group["lr"] = learning_rate
         self.engine.step()
         return self.engine.was_step_applied()
+
+    def abandon(self) -> None:
+        """Drop a window that an error ended, so that the next one's numbers are as if it had never been.
+
+        Every rank of the world must have met the error: a rank that went on would wait for the others.
+        """
+        optimizer = self.engine.optimizer
+        self.engine._unmanaged_backward_count = 0
+        forget_gradients(self.module, optimizer)
+        if self.stage == 3:
+            release_weights(self.module, optimizer, parameter_offload.FWD_MODULE_STACK, self._calls)
 
     @property
     def grad_norm(self) -> torch.Tensor | float:

@@ -14,7 +14,7 @@ from wan_ds.data.latents import Encoded
 from wan_ds.flow.timesteps import Timesteps
 from wan_ds.models.conditioning import Conditioning
 from wan_ds.training.meters import LossBySigma, loss_by_sigma
-from wan_ds.training.step import Network, squared_errors
+from wan_ds.training.step import WHOLE, Network, Tokens, squared_errors
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,10 @@ def probe_losses(  # noqa: PLR0913
     *,
     seed: int,
     batch_size: int,
+    tokens: Tokens = WHOLE,
 ) -> torch.Tensor:
-    """float64 [probes]: the mean squared error of each, in order; any batch size gives the same."""
+    """float64 [probes]: this rank's share of the mean squared error of each, in order; any batch size gives
+    the same."""
     losses = []
     for first in range(0, len(probes), batch_size):
         batch = probes[first : first + batch_size]
@@ -64,8 +66,9 @@ def probe_losses(  # noqa: PLR0913
             for clip, p in zip(latents, batch, strict=True)
         ]
         given = [streams.uniform(seed, "evaluation image", p.clip) < conditioning.given_share for p in batch]
-        errors = squared_errors(
+        sums, counts = squared_errors(
             model,
+            tokens,
             conditioning,
             latents,
             noise,
@@ -74,24 +77,25 @@ def probe_losses(  # noqa: PLR0913
             given,
             torch.stack([encoded.prompt(p.clip) for p in batch]),
         )
-        losses += [error.mean().double() for error in errors]
-    return torch.stack(losses)
+        losses.append(sums.double() / torch.tensor(counts, device=sums.device))
+    return torch.cat(losses)
 
 
-def share_of_rank(routed: Sequence[Probe], rank: int, world_size: int) -> list[Probe]:
+def share_of_rank(routed: Sequence[Probe], dp_rank: int, dp_size: int) -> list[Probe]:
     """This rank's probes of one expert, as many on every rank: the surplus repeats the last and counts
     nothing."""
-    padded = list(routed) + [routed[-1]] * (-len(routed) % world_size)
-    return padded[rank::world_size]
+    padded = list(routed) + [routed[-1]] * (-len(routed) % dp_size)
+    return padded[dp_rank::dp_size]
 
 
-def gathered(losses: torch.Tensor, count: int) -> torch.Tensor:
+def gathered(losses: torch.Tensor, count: int, sp_size: int = 1) -> torch.Tensor:
     """The losses of one expert's probes in their order, from all ranks' shares; a collective."""
     if not dist.is_initialized():
         return losses[:count]
     parts = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, losses)
-    return torch.stack(parts, dim=1).flatten()[:count]
+    of_clips = torch.stack(parts).unflatten(0, (-1, sp_size)).sum(dim=1)  # [dp, probes of a rank]
+    return of_clips.T.flatten()[:count]
 
 
 def summary(losses: dict[str, torch.Tensor], routed: dict[str, list[Probe]], sigmas: torch.Tensor) -> dict:

@@ -107,6 +107,7 @@ class Loop:
     frozen: dict[str, FrozenEngine] = field(default_factory=dict)  # experts that only evaluate and sample
     meters: Meters = field(default_factory=Meters)
     stopped_by: int | None = None  # the signal that ended training early
+    _items: list[Item] = field(default_factory=list)  # the clips of a step that has begun
 
     @property
     def is_finished(self) -> bool:
@@ -134,11 +135,16 @@ class Loop:
         """One optimizer step of the expert whose turn it is."""
         started = time.perf_counter()
         expert = self.experts[self.routing.expert_of(self.step)]
-        items = next(self.batches)
+        self._items = self._items or next(self.batches)
         waited = time.perf_counter() - started
         lr = expert.lr
-        losses = self.window(expert, items)
-        applied = expert.step()
+        try:
+            losses = self.window(expert, self._items)
+            applied = expert.step()
+        except Exception:
+            expert.engine.abandon()  # whoever catches it may take the same step again
+            raise
+        self._items = []
         expert.clips += self.objective.global_batch_size
         self.step += 1
         self.meters.add(self.step, self._values(expert, losses, lr))
@@ -157,7 +163,8 @@ class Loop:
         count = torch.tensor(
             sum(self.objective.count(batch, self.step) for batch in micro_batches), dtype=torch.float64
         )
-        count = sum_over_ranks(count.to(micro_batches[0].prompt_embeds.device))
+        # Ranks that share a clip count it once each.
+        count = sum_over_ranks(count.to(micro_batches[0].prompt_embeds.device)) / self.mesh.sp_size
         # The one thing that draws from torch's own generator is the dropout of adapters.
         dropout = streams.generator(self.objective.seed, "dropout", self.step, self.mesh.rank)
         torch.manual_seed(dropout.initial_seed())
@@ -204,8 +211,10 @@ class Loop:
                 bins.counts.double(),
             ]
         )
-        total, count, *_ = sum_over_ranks(sums).unbind()
-        loss = total / count
+        sums = sum_over_ranks(sums)
+        sums[1] /= self.mesh.sp_size  # ranks that share a clip count it once each
+        sums[2 + SIGMA_BINS :] /= self.mesh.sp_size
+        loss = sums[0] / sums[1]
         name = f"train/{expert.name}"
         return {
             "expert": expert.name,

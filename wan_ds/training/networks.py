@@ -12,6 +12,9 @@ from wan_ds.flow.timesteps import Interval
 from wan_ds.interop import lora
 from wan_ds.interop.lora import Lora
 from wan_ds.models.adapter import AdapterSettings
+from wan_ds.models.attention import BACKENDS, TokenSequence, WholeSequence
+from wan_ds.models.compilation import compile_blocks
+from wan_ds.models.recompute import recompute
 from wan_ds.models.weights import (
     Drawn,
     Source,
@@ -21,6 +24,7 @@ from wan_ds.models.weights import (
     refuse_misfit,
 )
 from wan_ds.parallel.mesh import Mesh
+from wan_ds.parallel.ulysses import SplitSequence
 from wan_ds.training import adapters
 from wan_ds.training.adapters import Adapter
 from wan_ds.training.agreement import agreed, of_rank_0
@@ -33,6 +37,7 @@ from wan_ds.training.optimizer import build_optimizer
 from wan_ds.training.precision import Precision, named
 from wan_ds.training.shards import shape_of, trainable
 from wan_ds.training.sources import ByOneRank, Fingerprint, is_run, newest_of_run, transformer_source
+from wan_ds.training.step import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +120,16 @@ def precision_of(config: Config) -> Precision:
     return named(*(None if one is None else one.name for one in names))
 
 
+def tokens_of(config: Config, mesh: Mesh | None = None) -> Tokens:
+    """How clips become this rank's tokens; without a mesh all tokens of a clip are in this process."""
+    attention = BACKENDS[config.model.attention.name]
+    if mesh is None or mesh.sp_size == 1:
+        sequence: TokenSequence = WholeSequence(attention)
+    else:
+        sequence = SplitSequence(mesh, attention, config.parallelism.ulysses.name)
+    return Tokens(tuple(config.model.transformer["patch_size"]), sequence)
+
+
 def build_expert(  # noqa: PLR0913
     config: Config,
     name: str,
@@ -145,8 +160,11 @@ def build_expert(  # noqa: PLR0913
         frozen_storage=precision.frozen_storage,
         partition=partition_of(zero_optimization),
     )
-    if config.parallelism.recompute.name == "full":
-        model.enable_gradient_checkpointing()
+    model.sequence = tokens_of(config, mesh).sequence
+    parallelism = config.parallelism
+    recompute(model, parallelism.recompute.name, keep_exchange=parallelism.recompute_keeps_exchange)
+    if config.train.compile.name == "blocks":
+        compile_blocks(model)
     if settings is not None:
         model.patch_embedding.register_forward_hook(_with_gradient)
     parameters = count_parameters(model)
@@ -202,5 +220,6 @@ def build_frozen(config: Config, name: str, mesh: Mesh) -> FrozenEngine:
         frozen_storage=precision.frozen_storage,
         partition=partition_of(zero_optimization),
     )
+    model.sequence = tokens_of(config, mesh).sequence
     log.info("%s: %.2f M parameters, frozen", name, count_parameters(model) / 1e6)
     return FrozenEngine(model, mesh, zero_optimization=zero_optimization, precision=precision)

@@ -35,7 +35,7 @@ from wan_ds.training.experts import Routing, plan_routing
 from wan_ds.training.lr_schedule import Schedule
 from wan_ds.training.precision import DTYPES
 from wan_ds.training.sources import locate
-from wan_ds.training.step import FlowMatching
+from wan_ds.training.step import FlowMatching, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def conditioning_of(config: Config) -> Conditioning:
     return targets.make("model.conditioning", config.model.conditioning)
 
 
-def objective_of(config: Config, routing: Routing) -> FlowMatching:
+def objective_of(config: Config, routing: Routing, tokens: Tokens) -> FlowMatching:
     """What the experts learn."""
     return FlowMatching(
         routing.timesteps,
@@ -98,6 +98,7 @@ def objective_of(config: Config, routing: Routing) -> FlowMatching:
         conditioning_of(config),
         seed=config.seed,
         global_batch_size=config.train.global_batch_size,
+        tokens=tokens,
     )
 
 

@@ -172,7 +172,7 @@ def build_loop(  # noqa: PLR0913 - what train.py lists
     return Loop(
         experts=experts,
         routing=routing,
-        objective=parts.objective_of(config, routing),
+        objective=parts.objective_of(config, routing, networks.tokens_of(config, mesh)),
         batches=parts.loader_of(config, clips, mesh).batches(first_step, config.train.steps),
         encoded=encoded,
         mesh=mesh,
@@ -256,8 +256,9 @@ def validation(
                     conditioning,
                     seed=config.seed,
                     batch_size=config.train.micro_batch_size,
+                    tokens=loop.objective.tokens,
                 )
-            losses[name] = evaluation.gathered(own, len(routed))
+            losses[name] = evaluation.gathered(own, len(routed), loop.mesh.sp_size)
         loop.meters.add(loop.step, evaluation.summary(losses, probes, sigmas))
 
     return [callbacks.Periodic(evaluate, wanted.every_steps, wanted.at_start)]

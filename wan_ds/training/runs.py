@@ -150,6 +150,7 @@ def load_experts(
             init_from=expert_lora(checkpoint, name, kind) if has_adapter else None,
             frozen_storage=precision.frozen_storage,
         )
+        expert.sequence = networks.tokens_of(config).sequence
         if not precision.is_autocast:
             compute_in_own_dtypes(expert)
         experts[name] = expert.to(device).eval().requires_grad_(False)
