@@ -79,7 +79,7 @@ class Row:
     @property
     def zero_optimization(self) -> dict:
         zero = dict(tiny.ZERO[self.stage]) | {"reduce_scatter": self.reduce_scatter}
-        if self.stage == 3 and self.stream == "several":  # the ranks hold other clips, and weights are prefetched
+        if self.stage == 3 and self.stream == "several":  # ranks hold other clips, and weights are prefetched
             zero |= {
                 "stage3_prefetch_bucket_size": 20_000,
                 "stage3_max_live_parameters": 1_000_000,
