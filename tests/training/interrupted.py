@@ -6,6 +6,7 @@ The plan is a list of {"arguments": [...], "moment": [name, step]}. What costs i
 and DeepSpeed, so this process imports and then forks the two ranks of each start. Writes the ranks' exit
 codes to plan.json's folder as codes.json."""
 
+import gc
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from wan_ds.train import main
 from wan_ds.training import checkpoint, loop
 
 torch.set_num_threads(1)
+gc.freeze()  # DeepSpeed collects garbage in every step: what the imports left need not be looked at
 RANKS = 2
 
 
