@@ -14,7 +14,7 @@ from wan_ds.models.attention import BACKENDS, WholeSequence
 from wan_ds.models.recompute import recompute
 
 ROOT = Path(__file__).parents[1]
-# Seen on a CPU: up to 0.03 of a tensor's largest value, and up to 0.06 for the biases of keys, whose gradients
+# Seen on a CPU: 0.03 of a tensor's largest value at most, and 0.06 for the biases of keys, whose gradients
 # are small differences of large numbers.
 BF16, KEY_BIAS = 0.06, 0.12
 

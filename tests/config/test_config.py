@@ -357,11 +357,6 @@ def test_a_batch_size_that_is_named_works(config, global_batch_size, micro_batch
         check(config, 2)
 
 
-def test_sequence_parallelism_is_not_built_yet(config):
-    config.parallelism.sp_size = 2
-    assert "not built yet; choose 1" in refusal(config, world_size=2)
-
-
 def test_a_model_with_48_channels_has_the_larger_stride(config):
     config.model.transformer["in_channels"] = config.model.transformer["out_channels"] = 48
     config.data.height, config.data.width = 704, 1280

@@ -6,19 +6,12 @@ Every refusal is a `ConfigError` with the key, the value, the rule and what woul
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 from wan_ds.config import targets
-from wan_ds.config.foreign_keys import (
-    OFFLOAD_KEYS,
-    REFUSED_ZERO_KEYS,
-    ZERO_KEYS,
-    ZERO_SWITCHES,
-)
 from wan_ds.config.model_checks import check_model
-from wan_ds.config.nearest import suggest
+from wan_ds.config.parallelism_checks import check_parallelism
 from wan_ds.config.precision_checks import check_precision
-from wan_ds.config.rules import counted, divisors, is_count, one_of, require, shown
+from wan_ds.config.rules import one_of, require
 from wan_ds.config.schema import Config
 from wan_ds.errors import ConfigError
 
@@ -33,8 +26,7 @@ def check(config: Config, world_size: int) -> None:
     _check_ranges(config)
     _check_data(config)
     _check_places(config)
-    _check_ranks(config, world_size)
-    _check_zero(config.parallelism.zero_optimization, world_size)
+    check_parallelism(config, world_size)
     _check_open_groups(config)
     check_precision(config)
 
@@ -114,79 +106,6 @@ def _check_places(config: Config) -> None:
         raise ConfigError(f"run_name={name}: must be a name inside runs/; type run_dir=... for another place")
     if not config.run_dir:
         raise ConfigError("run_dir: empty; type run_dir=/a/folder or leave it out")
-
-
-def _check_ranks(config: Config, world_size: int) -> None:
-    train, sp_size = config.train, config.parallelism.sp_size
-    if sp_size > 1:
-        raise ConfigError(f"parallelism.sp_size={sp_size}: sequence parallelism is not built yet; choose 1")
-    dp_size = world_size
-    if train.global_batch_size % dp_size:
-        unit = dp_size * train.micro_batch_size  # what is named must pass the next check as well
-        below = train.global_batch_size // unit * unit
-        near = [size for size in (below, below + unit) if size > 0]
-        micro = f" times train.micro_batch_size={train.micro_batch_size}"
-        ways = f"choose {one_of(near)}"
-        if train.global_batch_size % train.micro_batch_size == 0:
-            ranks = divisors(train.global_batch_size // train.micro_batch_size)
-            ways += f", or start {one_of(ranks)} ranks"
-        raise ConfigError(
-            f"train.global_batch_size={train.global_batch_size}: must be a multiple of the "
-            f"{counted(dp_size, 'rank')} that share it{micro if unit > dp_size else ''}; {ways}"
-        )
-    clips = train.global_batch_size // dp_size
-    if clips % train.micro_batch_size:
-        raise ConfigError(
-            f"train.micro_batch_size={train.micro_batch_size}: must divide the {counted(clips, 'clip')} of "
-            f"one rank ({train.global_batch_size} over {counted(dp_size, 'rank')}); "
-            f"choose {one_of(divisors(clips))}"
-        )
-
-
-def _check_zero(zero: dict[str, Any], world_size: int) -> None:
-    block = "parallelism.zero_optimization"
-    _refuse_in_zero(block, zero)
-    stage = zero.get("stage")
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ConfigError(f"{block}.stage={shown(stage)}: must be 0, 1, 2 or 3")
-    for key, value in zero.items():
-        _refuse_unknown_zero_key(block, key, ZERO_KEYS)
-        if key.endswith(("_bucket_size", "_threshold", "_parameters", "_distance")):
-            require(is_count(value, 0), f"{block}.{key}", value, "a whole number of elements")
-        if key in ZERO_SWITCHES:
-            require(isinstance(value, bool), f"{block}.{key}", value, "true or false")
-    for key, known in OFFLOAD_KEYS.items():
-        for name in zero.get(key) or {}:
-            _refuse_unknown_zero_key(f"{block}.{key}", name, known)
-    if zero.get("offload_param") and stage != 3:
-        raise ConfigError(f"{block}.offload_param: only stage 3 can offload parameters; the stage is {stage}")
-    if zero.get("offload_optimizer") and stage == 0:
-        raise ConfigError(f"{block}.offload_optimizer: needs stage 1, 2 or 3; the stage is 0")
-    shards = zero.get("zero_hpz_partition_size", 1)
-    if not is_count(shards) or world_size % shards:
-        raise ConfigError(
-            f"{block}.zero_hpz_partition_size={shards}: must divide the {counted(world_size, 'rank')}; "
-            f"choose {one_of(divisors(world_size))}, commonly the GPUs of one node"
-        )
-
-
-def _refuse_in_zero(key: str, value: Any) -> None:
-    """Refuse at any depth `auto`, which Hugging Face's trainer fills in, and keys of a second mesh."""
-    if value == "auto":
-        raise ConfigError(
-            f"{key}=auto: nothing fills it in; type a number, or leave it out for DeepSpeed's default"
-        )
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, item in items:
-        if reason := REFUSED_ZERO_KEYS.get(name):
-            raise ConfigError(f"{key}.{name}: {reason}")
-        _refuse_in_zero(f"{key}.{name}", item)
-
-
-def _refuse_unknown_zero_key(block: str, key: str, known: frozenset[str]) -> None:
-    if key not in known:
-        hint = suggest(f"{block}.{key}", [f"{block}.{other}" for other in known])
-        raise ConfigError(f"{block}.{key}: DeepSpeed has no such setting there{hint}")
 
 
 def _check_open_groups(config: Config) -> None:

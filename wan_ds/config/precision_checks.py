@@ -37,7 +37,7 @@ def check_precision(config: Config) -> None:
     if config.parallelism.recompute.name == "none":
         raise ConfigError(
             f"{key}: without recomputation the decoded weights would live until backward; "
-            "type parallelism.recompute=full"
+            "type parallelism.recompute=full, or selective"
         )
 
 
