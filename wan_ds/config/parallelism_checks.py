@@ -77,9 +77,9 @@ def _check_buckets(config: Config) -> None:
     bucket, largest = zero.get("reduce_bucket_size", BUCKET), largest_trainable(config)
     if bucket < largest:
         raise ConfigError(
-            f"{block}.reduce_bucket_size={bucket}: with reduce_scatter=false ZeRO-3 would divide gradients of "
-            f"larger tensors by {sp_size} too often at parallelism.sp_size={sp_size}, and the largest that "
-            f"trains has {largest} elements; type {block}.reduce_scatter=true, or a bucket that large"
+            f"{block}.reduce_bucket_size={bucket}: with reduce_scatter=false ZeRO-3 would divide gradients "
+            f"of larger tensors by {sp_size} too often at parallelism.sp_size={sp_size}, and the largest "
+            f"that trains has {largest} elements; type {block}.reduce_scatter=true, or a bucket that large"
         )
 
 
