@@ -34,6 +34,7 @@ def main(config: Config) -> int:
     routing = parts.routing_of(config)
     schedules = parts.schedules_of(config, routing)
     run.evaluation_levels(config, routing)
+    watchdog = run.watchdog_of(config)
     if folder is not None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         refuse_misfit(folder, world_size=world_size, experts=schedules, clips=clips)
@@ -52,7 +53,8 @@ def main(config: Config) -> int:
         code = 1
         try:
             loop = run.build_loop(local, mesh, clips, routing, schedules, trackers, folder, config.model.path)
-            loop.run()
+            with watchdog.watching(loop):
+                loop.run()
             code = 128 + loop.stopped_by if loop.stopped_by and not loop.is_finished else 0
         finally:
             trackers.close(code)

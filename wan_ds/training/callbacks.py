@@ -36,6 +36,7 @@ class StopOnSignal(Callback):
     Later ones are ignored while the run saves: launchers send them more than once.
     """
 
+    doing = "asking for signals"
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
@@ -64,6 +65,8 @@ class StopOnSignal(Callback):
 
 class Log(Callback):
     """Writes the steps' numbers in batches, and shows how far training is."""
+
+    doing = "logging"
 
     def __init__(self, trackers: Trackers, every_steps: int, is_main: bool) -> None:
         self._trackers = trackers
@@ -123,6 +126,8 @@ class Log(Callback):
 class Save(Callback):
     """Checkpoints every N steps, at the end, and when a signal ends the run."""
 
+    doing = "saving"
+
     def __init__(
         self, run: Path, every_steps: int | None, keep_last: int, flush: Callable[[Loop], None]
     ) -> None:
@@ -172,9 +177,12 @@ def _peak_bytes() -> int:
 
 
 class Periodic(Callback):
-    """Calls ``action(loop)`` before training if asked, and every N steps."""
+    """Calls ``action(loop)`` before training if asked, and every N steps; ``doing`` says what that is."""
 
-    def __init__(self, action: Callable[[Loop], None], every_steps: int | None, at_start: bool) -> None:
+    def __init__(
+        self, doing: str, action: Callable[[Loop], None], every_steps: int | None, at_start: bool
+    ) -> None:
+        self.doing = doing
         self._action = action
         self._every_steps = every_steps
         self._at_start = at_start

@@ -18,9 +18,14 @@ def to_terminal(rank: int) -> None:
 def to_file(rank: int, path: Path) -> None:
     """Log rank 0 to a file as well."""
     if rank == 0:
-        handler = logging.FileHandler(path, encoding="utf-8")
-        handler.setFormatter(_formatter(rank))
-        logging.getLogger("wan_ds").addHandler(handler)
+        logging.getLogger("wan_ds").addHandler(file_handler(rank, path))
+
+
+def file_handler(rank: int, path: Path) -> logging.Handler:
+    """What adds a rank's messages to a file."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(_formatter(rank))
+    return handler
 
 
 def _formatter(rank: int) -> logging.Formatter:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from wan_ds import streams
-from wan_ds.data.latents import Encoded
+from wan_ds.data.latents import Encoded, EncodedClip
 from wan_ds.data.loader import Item, slots_of_rank
 from wan_ds.errors import TrainingError
 from wan_ds.flow.timesteps import Interval
@@ -22,6 +22,8 @@ from wan_ds.training.experts import Routing
 from wan_ds.training.guard import FirstSteps
 from wan_ds.training.lr_schedule import Schedule
 from wan_ds.training.meters import SIGMA_BINS, LossBySigma, Meters, loss_by_sigma
+from wan_ds.training.places import Places
+from wan_ds.training.same_clips import SameClips
 from wan_ds.training.step import FlowMatching, Loss, MicroBatch
 
 
@@ -80,6 +82,8 @@ class Expert:
 class Callback:
     """Something that happens beside training. All ranks call every method at the same step."""
 
+    doing = "other callbacks"  # in a few words, for whoever asks where a rank is
+
     def before_training(self, loop: "Loop") -> None: ...
 
     def after_step(self, loop: "Loop") -> None: ...
@@ -106,6 +110,8 @@ class Loop:
     step: int = 0
     frozen: dict[str, FrozenEngine] = field(default_factory=dict)  # experts that only evaluate and sample
     meters: Meters = field(default_factory=Meters)
+    places: Places = field(default_factory=Places)  # where this rank is, for the watchdog
+    same_clips: SameClips | None = None  # None: the ranks' clips are not compared
     stopped_by: int | None = None  # the signal that ended training early
     _items: list[Item] = field(default_factory=list)  # the clips of a step that has begun
 
@@ -120,13 +126,16 @@ class Loop:
 
     def run(self) -> None:
         for callback in self.callbacks:
+            self.places.move(callback.doing)
             callback.before_training(self)
         try:
             while not self.is_finished and self.stopped_by is None:
                 self.train_step()
                 for callback in self.callbacks:
+                    self.places.move(callback.doing)
                     callback.after_step(self)
         finally:
+            self.places.move("ending")
             self.batches.close()  # ends its worker processes, also when an error ends training
             for callback in self.callbacks:
                 callback.after_training(self)
@@ -135,11 +144,14 @@ class Loop:
         """One optimizer step of the expert whose turn it is."""
         started = time.perf_counter()
         expert = self.experts[self.routing.expert_of(self.step)]
+        self.places.begin_step(self.step + 1, expert.name, "waiting for clips")
         self._items = self._items or next(self.batches)
+        self.places.hold({item.slot: self.encoded.clips[item.index].key for item in self._items})
         waited = time.perf_counter() - started
         lr = expert.lr
         try:
             losses = self.window(expert, self._items)
+            self.places.move("optimizer step")
             applied = expert.step()
         except Exception:
             expert.engine.abandon()  # whoever catches it may take the same step again
@@ -147,6 +159,7 @@ class Loop:
         self._items = []
         expert.clips += self.objective.global_batch_size
         self.step += 1
+        self.places.move("adding up")
         self.meters.add(self.step, self._values(expert, losses, lr))
         seconds = time.perf_counter() - started
         self.meters.add(self.step, self._speed(losses, seconds, waited))
@@ -160,6 +173,9 @@ class Loop:
     def window(self, expert: Expert, items: list[Item]) -> list[Loss]:
         """Forward and backward of the step's clips; the ranks' losses sum to the mean over the window."""
         micro_batches = self.split(items)
+        self.places.move("comparing ranks")
+        if self.same_clips is not None:
+            self.same_clips(self.step, expert, micro_batches)
         count = torch.tensor(
             sum(self.objective.count(batch, self.step) for batch in micro_batches), dtype=torch.float64
         )
@@ -170,7 +186,9 @@ class Loop:
         torch.manual_seed(dropout.initial_seed())
         losses = []
         for batch in micro_batches:
+            self.places.move("forward", batch.slots)
             loss = self.objective(expert.engine.train, batch, expert.interval, self.step)
+            self.places.move("backward", batch.slots)
             expert.engine.backward(non_finite_stays(loss.weighted_sum / count))
             losses.append(replace(loss, weighted_sum=loss.weighted_sum.detach()))
         return losses
@@ -180,7 +198,7 @@ class Loop:
 
         A rank that holds fewer repeats its last at weight 0.
         """
-        clips = [self.encoded.clip(item.index, item.pixels) for item in items]
+        clips = [self._encode(item) for item in items]
         prompts = [self.encoded.prompt(None if self._drops_caption(item) else item.index) for item in items]
         size = self.micro_batch_size
         batches = [
@@ -195,6 +213,10 @@ class Loop:
         most = len(slots_of_rank(self.objective.global_batch_size, 0, self.mesh.dp_size))
         idle = replace(batches[-1], weight=0.0)
         return batches + [idle] * (-(-most // size) - len(batches))
+
+    def _encode(self, item: Item) -> EncodedClip:
+        self.places.move("encoding", [item.slot])
+        return self.encoded.clip(item.index, item.pixels)
 
     def _drops_caption(self, item: Item) -> bool:
         return self.objective.drops_caption(item.slot, self.step, self.caption_dropout)

@@ -16,7 +16,7 @@ from wan_ds.data.clips import Clip
 from wan_ds.data.latents import Encoded
 from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.models.encoders import decode_latents
-from wan_ds.parallel.mesh import Mesh
+from wan_ds.parallel.mesh import COLLECTIVE_TIMEOUT, Mesh
 from wan_ds.parallel.reduce import any_rank, host_group
 from wan_ds.training import callbacks, checkpoint, evaluation, networks, parts, run_folder, shots
 from wan_ds.training.engine import device
@@ -24,9 +24,11 @@ from wan_ds.training.experts import Routing
 from wan_ds.training.loop import Callback, Expert, Loop
 from wan_ds.training.lr_schedule import Schedule
 from wan_ds.training.precision import audit, audit_table
+from wan_ds.training.same_clips import SameClips
 from wan_ds.training.sampling import Sample, build_pipeline, generate, guidance_of, write_samples
 from wan_ds.training.sources import refuse_other_base
 from wan_ds.training.trackers import Trackers, WandbSettings
+from wan_ds.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +122,18 @@ def is_done(config: Config, folder: Path | None) -> bool:
     return folder is not None and checkpoint.read_state(folder).step >= config.train.steps
 
 
+def watchdog_of(config: Config) -> Watchdog:
+    """What ends a job that stands still; raises ConfigError if the collectives would give up before it."""
+    seconds, limit = config.train.stall_seconds, COLLECTIVE_TIMEOUT.total_seconds()
+    if seconds >= limit:
+        raise ConfigError(
+            f"train.stall_seconds={seconds:g}: must be less than the {limit:g} s after which the collectives "
+            "give up and name no rank; choose less, or set the environment's DEEPSPEED_TIMEOUT, in minutes, "
+            f"to more than {seconds / 60:g}"
+        )
+    return Watchdog(Path(config.run_dir), seconds)
+
+
 def open_folder(config: Config, mesh: Mesh, model_commit: str | None) -> Trackers:
     """Write what the run is made of, on rank 0, and open its trackers."""
     run, described = Path(config.run_dir), to_dict(config)
@@ -168,19 +182,21 @@ def build_loop(  # noqa: PLR0913 - what train.py lists
         told = audit_table(audit(network.engine if isinstance(network, Expert) else network))
         log.info("%s: its dtypes\n%s", name, told)
     logger = callbacks.Log(trackers, config.tracker.log_every_steps, mesh.is_main)
-    saving = config.checkpoint
+    saving, train = config.checkpoint, config.train
+    objective = parts.objective_of(config, routing, networks.tokens_of(config, mesh))
     return Loop(
         experts=experts,
         routing=routing,
-        objective=parts.objective_of(config, routing, networks.tokens_of(config, mesh)),
-        batches=parts.loader_of(config, clips, mesh).batches(first_step, config.train.steps),
+        objective=objective,
+        batches=parts.loader_of(config, clips, mesh).batches(first_step, train.steps),
         encoded=encoded,
         mesh=mesh,
-        steps=config.train.steps,
-        micro_batch_size=config.train.micro_batch_size,
+        steps=train.steps,
+        micro_batch_size=train.micro_batch_size,
         elements_per_token=elements_per_token(config),
-        caption_dropout=config.train.caption_dropout,
-        max_skipped_in_a_row=config.train.max_skipped_in_a_row,
+        caption_dropout=train.caption_dropout,
+        max_skipped_in_a_row=train.max_skipped_in_a_row,
+        same_clips=SameClips(mesh, objective, experts, train.caption_dropout, train.check_every_steps),
         step=first_step,
         frozen=frozen,
         callbacks=[
@@ -261,7 +277,7 @@ def validation(
             losses[name] = evaluation.gathered(own, len(routed), loop.mesh.sp_size)
         loop.meters.add(loop.step, evaluation.summary(losses, probes, sigmas))
 
-    return [callbacks.Periodic(evaluate, wanted.every_steps, wanted.at_start)]
+    return [callbacks.Periodic("evaluation", evaluate, wanted.every_steps, wanted.at_start)]
 
 
 def sampling(
@@ -310,6 +326,7 @@ def sampling(
             )
         if not loop.mesh.is_main:
             return
+        loop.places.move("writing samples")
         name = checkpoint.folder_name(loop.step)
         samples = [
             Sample(
@@ -329,7 +346,7 @@ def sampling(
         write_samples(target, samples, videos, [None] * len(videos), data.fps)
         trackers.media(loop.step, {"samples": target / "contact.png"})
 
-    return [callbacks.Periodic(write_videos, wanted.every_steps, wanted.at_start)]
+    return [callbacks.Periodic("sampling", write_videos, wanted.every_steps, wanted.at_start)]
 
 
 def tell_launcher(config: Config, rank: int) -> None:
