@@ -18,7 +18,7 @@ def main(config: Config) -> int:
     run_folder.refuse_changes(Path(config.run_dir), to_dict(config))  # before the imports that take seconds
 
     from wan_ds.parallel.mesh import Mesh
-    from wan_ds.training import parts, run
+    from wan_ds.training import parts, progress, run
     from wan_ds.training.checkpoint import refuse_misfit
     from wan_ds.training.engine import init_distributed
 
@@ -33,7 +33,7 @@ def main(config: Config) -> int:
         parts.checked_clips(config, config.evaluation.path)
     routing = parts.routing_of(config)
     schedules = parts.schedules_of(config, routing)
-    run.evaluation_levels(config, routing)
+    progress.evaluation_levels(config, routing)
     watchdog = run.watchdog_of(config)
     if folder is not None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
