@@ -13,10 +13,11 @@ MODULES = {path.relative_to(PACKAGE).with_suffix(""): path for path in sorted(PA
 
 FOUNDATIONS = {"errors", "streams"}
 LEAVES = {"flow", "models", "data", "parallel", "interop"}
-ENTRY_POINTS = {"train", "sample", "evaluate", "convert", "export"}
+ENTRY_POINTS = {"train", "sample", "evaluate", "convert", "export", "bench"}
 MAY_SEE_SETTINGS = {
     "training/networks",
     "training/parts",
+    "training/progress",
     "training/run",
     "training/runs",
     "training/subjects",

@@ -242,6 +242,8 @@ class Engine(_Network):
             self.engine, *_ = deepspeed.initialize(
                 model=model.to(device()), optimizer=optimizer, config=config, mpu=mesh.sequence_parallel_unit
             )
+        if self.stage == 0 and mesh.world_size == 1:
+            self.engine.enable_backward_allreduce = False  # it would copy all gradients twice, for nobody
         self._watch_update()
         self._calls = 0
 
