@@ -1,15 +1,18 @@
 """What ranks cannot share is refused before anything is read, and what a refusal names works."""
 
 import copy
+import re
 
 import pytest
 from diffusers import WanTransformer3DModel
 
-from wan_ds.config import Attention, Config, Dtype, Precision, Recompute, Ulysses, check
+from wan_ds.config import Attention, Compile, Config, Dtype, Precision, Recompute, Storage, Ulysses, check
 from wan_ds.config.command_line import parse
 from wan_ds.config.composition import configure
+from wan_ds.config.foreign_keys import OTHER_NAMES
 from wan_ds.config.parallelism_checks import largest_trainable
 from wan_ds.errors import ConfigError
+from wan_ds.models.adapter import AdapterSettings, inject
 from wan_ds.models.weights import on_meta
 
 
@@ -110,6 +113,18 @@ def test_an_exchange_is_kept_where_it_can_be(config, changes, told):
     assert told in refusal(config, 2)
 
 
+def test_what_the_feed_forward_gave_is_kept_by_selective_recomputation_alone(config):
+    config.parallelism.recompute_keeps_ffn = True
+    config.parallelism.recompute = Recompute.selective
+    check(config, 1)
+    config.train.compile = Compile.blocks
+    config.parallelism.zero_optimization["stage"] = 2
+    assert refusal(config, 1).endswith("type train.compile=none, or leave it out")
+    config.train.compile = Compile.none
+    config.parallelism.recompute = Recompute.full
+    assert refusal(config, 1).endswith("type parallelism.recompute=selective")
+
+
 def test_varlen_kernels_are_for_bf16(config):
     config.model.attention = Attention.varlen
     check(config, 1)  # bf16 by autocast
@@ -119,3 +134,66 @@ def test_varlen_kernels_are_for_bf16(config):
     assert refusal(config, 1).endswith("type precision.frozen_dtype=bf16, or model.attention=auto")
     config.precision = Precision(compute_dtype=None)
     check(config, 1)
+
+
+def test_varlen_kernels_are_for_heads_of_eights(config):
+    config.model.attention = Attention.varlen
+    config.model.transformer["attention_head_dim"] = 12
+    assert refusal(config, 1) == (
+        "model.attention=varlen: its kernels take heads of 8 to 256 by eights, and wan2.1-t2v-1.3b has "
+        "attention_head_dim=12; type model.attention=auto"
+    )
+    config.model.attention = Attention.auto
+    check(config, 1)
+
+
+@pytest.mark.parametrize("targets", ["[to_q,to_v]", "[add_k_proj]", "[ffn.net.2]"])
+def test_an_adapters_largest_tensor_fits_the_bucket_that_is_named(targets):
+    typed = ["model=wan2.1-i2v-14b-720p", "adapter=lora", f"adapter.targets={targets}", "adapter.rank=16"]
+    config = configure(parse([*typed, "data.path=/clips", "train.steps=2", "train.global_batch_size=2"]))
+    zero = config.parallelism.zero_optimization
+    config.parallelism.sp_size, zero["reduce_scatter"], zero["reduce_bucket_size"] = 2, False, 1
+    (named,) = re.findall(r"the largest that trains has (\d+) elements", refusal(config, 2))
+    zero["reduce_bucket_size"] = int(named)
+    check(config, 2)
+    model = on_meta(config.model.transformer)
+    inject(model, AdapterSettings(rank=16, alpha=16.0, targets=config.adapter.targets))
+    assert max(p.numel() for name, p in model.named_parameters() if "lora_" in name) <= int(named)
+
+
+def test_compiled_blocks_are_refused_where_they_are_not_proved(config):
+    config.train.compile = Compile.blocks
+    zero = config.parallelism.zero_optimization
+    assert refusal(config, 2) == (
+        "train.compile=blocks: ZeRO-3 fetches the weights of each layer by calls inside the blocks, and no "
+        "graph spans those; type parallelism.zero_optimization.leaf_module={classes:[WanTransformerBlock]}, "
+        "which fetches a block at once, or parallelism=zero2"
+    )
+    zero["leaf_module"] = {"classes": ["WanTransformerBlock"]}
+    check(config, 2)
+    config.train.deterministic = True
+    assert refusal(config, 2).endswith("type train.compile=none, or train.deterministic=false")
+    config.train.deterministic = False
+    config.precision.frozen_storage = Storage.float8_e4m3fn
+    assert refusal(config, 2).endswith("type train.compile=none, or precision.frozen_storage=null")
+    config.precision.frozen_storage = None
+    del zero["leaf_module"]
+    for stage in (0, 1, 2):
+        zero["stage"] = stage
+        check(config, 2)
+
+
+def test_what_a_refusal_of_compiled_blocks_says_can_be_typed():
+    typed = ["recipe=wan2.1-t2v-1.3b", "data.path=/clips", "train.compile=blocks"]
+    words = refusal(configure(parse([*typed, "parallelism=zero3"])), 2)
+    leaf, other = words.partition("type ")[2].replace(", which fetches a block at once", "").split(", or ")
+    check(configure(parse([*typed, "parallelism=zero3", leaf])), 2)
+    check(configure(parse([*typed, other])), 2)
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_NAMES))
+def test_what_other_trainers_call_a_setting_is_answered_with_our_name(name):
+    for group in ("parallelism", "train"):
+        with pytest.raises(ConfigError) as caught:
+            configure(parse(["recipe=quickstart", f"{group}.{name}=2"]))
+        assert str(caught.value) == f"{group}.{name}: no such setting; did you mean {OTHER_NAMES[name]}?"

@@ -36,9 +36,11 @@ def test_gradients_are_the_same_to_the_last_bit(variant):
     for kind in KINDS:
         recompute(model, kind)
         found[kind] = results(through_clips, model, batch)
-    for kind in KINDS[1:]:
+    recompute(model, "selective", keep_ffn=True)
+    found["with the feed-forward kept"] = results(through_clips, model, batch)
+    for kind, tensors in found.items():
         for name, tensor in found["none"].items():
-            assert torch.equal(found[kind][name], tensor), (kind, name)
+            assert torch.equal(tensors[name], tensor), (kind, name)
 
 
 def test_selective_computes_self_attention_once_and_the_rest_twice():
@@ -52,6 +54,11 @@ def test_selective_computes_self_attention_once_and_the_rest_twice():
         calls[kind], products[kind] = counting.attentions, counting.calls["aten::addmm"]
     assert calls == {"none": 12, "full": 24, "selective": 18}
     assert products["selective"] == products["full"] > products["none"]
+    recompute(model, "selective", keep_ffn=True)
+    with Counting() as counting:
+        results(through_clips, model, batch)
+    assert counting.attentions == 18
+    assert counting.calls["aten::addmm"] == products["selective"] - 2  # one in each block
 
 
 def _bytes_kept(model, batch) -> int:
@@ -102,16 +109,16 @@ def test_without_gradients_nothing_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("kind", "keep_exchange", "told"),
+    ("kind", "keeps", "told"),
     [
-        ("blocks", False, "choose none, full or selective"),
-        ("full", True, "only selective recomputation keeps"),
-        ("none", True, "only selective recomputation keeps"),
+        ("blocks", {}, "choose none, full or selective"),
+        ("full", {"keep_exchange": True}, "only selective recomputation keeps"),
+        ("none", {"keep_ffn": True}, "only selective recomputation keeps"),
     ],
 )
-def test_what_cannot_be_is_refused(kind, keep_exchange, told):
+def test_what_cannot_be_is_refused(kind, keeps, told):
     with pytest.raises(ValueError, match=told):
-        recompute(twin(stock("t2v")), kind, keep_exchange=keep_exchange)
+        recompute(twin(stock("t2v")), kind, **keeps)
 
 
 def test_no_collective_can_be_kept():

@@ -70,6 +70,7 @@ class Row:
     stream: str  # a length of one clip for each group of ranks, or "several"
     exchange: str = "fused"
     recompute: str = "none"
+    keeps: str = ""  # of selective recomputation: "exchange", "ffn", or both
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
@@ -132,7 +133,9 @@ def loop_of(row: Row) -> Loop:
     attention = BACKENDS["auto"]
     sequence = WholeSequence(attention) if row.sp_size == 1 else SplitSequence(mesh, attention, row.exchange)
     network = network_of(row.variant, row.lora)
-    recompute(network, row.recompute)
+    recompute(
+        network, row.recompute, keep_exchange="exchange" in row.keeps, keep_ffn="ffn" in row.keeps
+    )
     expert = tiny.expert(
         "all",
         Interval(0.0, 1.0),

@@ -19,8 +19,8 @@ ROWS = [
     Row("t2v", 1, 2, True, True, "15", "fused", "none"),
     Row("t2v", 2, 0, False, False, "27", "deepspeed", "none"),
     Row("t2v", 2, 3, False, False, "32", "deepspeed", "none"),
-    Row("t2v", 4, 1, True, True, "27", "fused", "selective"),
-    Row("t2v", 4, 3, True, False, "5", "fused", "selective"),
+    Row("t2v", 4, 1, True, True, "27", "fused", "selective", "exchange"),
+    Row("t2v", 4, 3, True, False, "5", "fused", "selective", "exchange and ffn"),
     Row("i2v", 4, 1, True, False, "several", "fused", "full"),
     Row("i2v", 1, 2, True, True, "32", "fused", "none"),
     Row("i2v", 2, 0, False, True, "5", "deepspeed", "full"),
@@ -40,9 +40,9 @@ ROWS = [
     Row("ti2v", 1, 1, False, True, "5", "fused", "none"),
     Row("ti2v", 2, 2, True, False, "27", "deepspeed", "full"),
     Row("ti2v", 4, 0, True, False, "32", "deepspeed", "full"),
-    Row("ti2v", 4, 3, True, True, "15", "deepspeed", "selective"),
+    Row("ti2v", 4, 3, True, True, "15", "deepspeed", "selective", "ffn"),
     # One dp rank holds three clips of other sizes than the two of the other, and weights are prefetched.
-    Row("i2v", 2, 3, False, True, "several", "fused", "selective"),
+    Row("i2v", 2, 3, False, True, "several", "fused", "selective", "exchange and ffn"),
     Row("ti2v", 2, 3, True, False, "several", "fused", "none"),
 ]
 VALUES = {

@@ -10,7 +10,6 @@ from wan_ds.models import attention
 from wan_ds.models.recompute import recompute
 
 
-
 class OutOfMemory(RuntimeError):
     """What the test throws."""
 
@@ -38,10 +37,9 @@ def _states(stage, kind: str, failing_calls: list[int], lora: bool, sp_size: int
     made.train_step()
     before = made.step
     for call in failing_calls:
-        failing = _failing_at(call)
-        with mock.patch.object(expert.engine.module.sequence, "attention", failing):
-            with pytest.raises(OutOfMemory):
-                made.train_step()
+        sequence = expert.engine.module.sequence
+        with mock.patch.object(sequence, "attention", _failing_at(call)), pytest.raises(OutOfMemory):
+            made.train_step()
         assert made.step == before
     made.train_step()
     made.train_step()

@@ -1,4 +1,4 @@
-"""Names that belong to diffusers and DeepSpeed: a check needs no import of either, and tests compare them."""
+"""Names that belong to others: a check needs no import of theirs, and tests compare."""
 
 _TRANSFORMER = """
     patch_size num_attention_heads attention_head_dim in_channels out_channels text_dim freq_dim ffn_dim
@@ -53,6 +53,19 @@ ZERO_SWITCHES = frozenset(_ZERO_SWITCHES.split())  # those of them that are true
 OFFLOAD_KEYS = {
     "offload_optimizer": frozenset(_OFFLOAD_OPTIMIZER.split()),
     "offload_param": frozenset(_OFFLOAD_PARAM.split()),
+}
+
+_SPLIT = """
+    context_parallel context_parallel_size cp cp_degree cp_size sequence_parallel sequence_parallel_size sp
+    sp_degree ulysses_degree ulysses_size
+"""
+
+# what other trainers call a setting of ours
+OTHER_NAMES = dict.fromkeys(_SPLIT.split(), "parallelism.sp_size") | {
+    "activation_checkpointing": "parallelism.recompute",
+    "attn_implementation": "model.attention",
+    "gradient_checkpointing": "parallelism.recompute",
+    "torch_compile": "train.compile",
 }
 
 _MICS = "MiCS is not supported; zero_hpz_partition_size keeps gathers inside a node"

@@ -3,9 +3,15 @@
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
+from wan_ds.config.foreign_keys import OTHER_NAMES
+
 
 def suggest(key: str, candidates: Iterable[str]) -> str:
-    """`; did you mean a.b?` with up to three candidates that look most like `key`, or nothing."""
+    """`; did you mean a.b?` with the candidate that others call so, or up to three that look most like `key`,
+    or nothing."""
+    candidates = list(candidates)
+    if (ours := OTHER_NAMES.get(key.rpartition(".")[2])) in candidates:
+        return f"; did you mean {ours}?"
     scored = sorted(((_likeness(key, candidate), candidate) for candidate in candidates), reverse=True)
     best = [candidate for score, candidate in scored if score > 0.6 and score >= scored[0][0] - 0.02][:3]
     return f"; did you mean {' or '.join(best)}?" if best else ""

@@ -1,11 +1,11 @@
-"""What ranks, sequence parallelism, recomputation and DeepSpeed's block must fulfil together."""
+"""What ranks, sequence parallelism, recomputation, kernels and DeepSpeed's block must fulfil together."""
 
 from typing import Any
 
 from wan_ds.config.foreign_keys import OFFLOAD_KEYS, REFUSED_ZERO_KEYS, ZERO_KEYS, ZERO_SWITCHES
 from wan_ds.config.nearest import suggest
 from wan_ds.config.rules import counted, divisors, is_count, one_of, require, shown
-from wan_ds.config.schema import Attention, Config, Dtype, Recompute, Ulysses
+from wan_ds.config.schema import Attention, Compile, Config, Dtype, Recompute, Ulysses
 from wan_ds.errors import ConfigError
 
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size where it is not set
@@ -18,7 +18,9 @@ def check_parallelism(config: Config, world_size: int) -> None:
     _check_zero(config.parallelism.zero_optimization, world_size)
     _check_buckets(config)
     _check_kept_exchange(config)
+    _check_kept_ffn(config)
     _check_attention(config)
+    _check_compile(config)
 
 
 def _check_sp_size(config: Config, world_size: int) -> None:
@@ -89,7 +91,7 @@ def largest_trainable(config: Config) -> int:
     width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
     ffn = transformer.get("ffn_dim", 13824)
     image = transformer.get("image_dim") or 0
-    if adapter.rank is not None:
+    if adapter.rank is not None:  # on layers of attention and feed-forward, rank times inputs or outputs
         rank = max([adapter.rank, *adapter.rank_pattern.values()])
         return rank * max(width, ffn, transformer.get("added_kv_proj_dim") or 0)
     frames, height, rows = transformer["patch_size"]
@@ -119,6 +121,21 @@ def _check_kept_exchange(config: Config) -> None:
         )
 
 
+def _check_kept_ffn(config: Config) -> None:
+    if not config.parallelism.recompute_keeps_ffn:
+        return
+    key, recompute = "parallelism.recompute_keeps_ffn=true", config.parallelism.recompute
+    if recompute is not Recompute.selective:
+        raise ConfigError(
+            f"{key}: parallelism.recompute={recompute.name} keeps nothing of the feed-forward; type "
+            "parallelism.recompute=selective"
+        )
+    if config.train.compile is not Compile.none:
+        raise ConfigError(
+            f"{key}: a compiled block hides its feed-forward; type train.compile=none, or leave it out"
+        )
+
+
 def _check_attention(config: Config) -> None:
     precision = config.precision
     dtype = precision.compute_dtype or precision.frozen_dtype  # without one, that of the weights as loaded
@@ -127,6 +144,35 @@ def _check_attention(config: Config) -> None:
         raise ConfigError(
             f"model.attention=varlen: its kernels take bf16 alone, and precision.{key}=fp32; type "
             f"precision.{key}=bf16, or model.attention=auto"
+        )
+    head = config.model.transformer["attention_head_dim"]
+    if config.model.attention is Attention.varlen and (head % 8 or head > 256):
+        raise ConfigError(
+            f"model.attention=varlen: its kernels take heads of 8 to 256 by eights, and {config.model.name} "
+            f"has attention_head_dim={head}; type model.attention=auto"
+        )
+
+
+def _check_compile(config: Config) -> None:
+    if config.train.compile is Compile.none:
+        return
+    key, zero = "train.compile=blocks", config.parallelism.zero_optimization
+    classes = (zero.get("leaf_module") or {}).get("classes") or []
+    if zero["stage"] == 3 and not any(str(name).endswith("WanTransformerBlock") for name in classes):
+        raise ConfigError(
+            f"{key}: ZeRO-3 fetches the weights of each layer by calls inside the blocks, and no graph spans "
+            "those; type parallelism.zero_optimization.leaf_module={classes:[WanTransformerBlock]}, which "
+            "fetches a block at once, or parallelism=zero2"
+        )
+    if config.precision.frozen_storage is not None:
+        raise ConfigError(
+            f"{key}: a base in {config.precision.frozen_storage.name} is decoded by what few GPUs can "
+            "compile; type train.compile=none, or precision.frozen_storage=null"
+        )
+    if config.train.deterministic:
+        raise ConfigError(
+            f"{key}: a compiler chooses its kernels anew in each process, and train.deterministic=true "
+            "promises the same bits after a resume; type train.compile=none, or train.deterministic=false"
         )
 
 

@@ -151,6 +151,7 @@ class Parallelism:
     ulysses: Ulysses = Ulysses.fused
     recompute: Recompute = Recompute.none
     recompute_keeps_exchange: bool = False  # of selective: what sp ranks exchanged stays, not sent again
+    recompute_keeps_ffn: bool = False  # of selective: what the feed-forward gave stays as well
     zero_optimization: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's own block
 
 

@@ -114,7 +114,7 @@ def by_segment(
 
     No tensor of vectors by token ever exists.
     """
-    if len(set(segment_tokens)) == 1:
+    if min(segment_tokens) == max(segment_tokens):
         views = [stream.unflatten(0, (len(segment_tokens), -1)) for stream in streams]
         return function(*views, *(vector[:, None] for vector in vectors)).flatten(0, 1)
     pieces = [stream.split(segment_tokens) for stream in streams] + [vector.unbind() for vector in vectors]
@@ -129,11 +129,18 @@ def _add_gated(stream: Tensor, added: Tensor, gate: Tensor) -> Tensor:
     return stream + added * gate
 
 
+Feed = Callable[[nn.Module, Tensor], Tensor]  # calls a block's feed-forward on its input
+
+
+def _feed(ffn: nn.Module, x: Tensor) -> Tensor:
+    return ffn(x)
+
+
 class WanTransformerBlock(transformer_wan.WanTransformerBlock):
     """Self-attention, cross-attention and feed-forward on the stream; keeps diffusers' name, by which blocks
     are found."""
 
-    def forward(
+    def forward(  # noqa: PLR0913
         self,
         hidden_states: Tensor,
         text: Tensor,
@@ -143,6 +150,7 @@ class WanTransformerBlock(transformer_wan.WanTransformerBlock):
         part: Part,
         attend: Attend,
         attention: AttendClips,
+        feed: Feed,
     ) -> Tensor:
         """`[T, d]` of `[T, d]`, texts `[B, 512, d]`, images `[B, n, d]`, modulation `[S, 6, d]`."""
         segments = part.segment_tokens
@@ -158,7 +166,7 @@ class WanTransformerBlock(transformer_wan.WanTransformerBlock):
         hidden_states = hidden_states + self.attn2(x, text, image, part.clip_tokens, attention)
 
         x = by_segment(_modulate, [self.norm3(widened(hidden_states))], [ffn_shift, ffn_scale], segments)
-        x = self.ffn(x.type_as(hidden_states))
+        x = feed(self.ffn, x.type_as(hidden_states))
         x = by_segment(_add_gated, [widened(hidden_states), x], [ffn_gate], segments)
         return x.type_as(hidden_states)
 
@@ -282,7 +290,7 @@ class WanTransformer(WanTransformer3DModel):
         )
 
         attend = partial(self.sequence.attend, clip_tokens=layout.clip_tokens)
-        arguments = (text, image, modulation, rope, part, attend, self.sequence.attention)
+        arguments = (text, image, modulation, rope, part, attend, self.sequence.attention, _feed)
         for block in self.blocks:
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 hidden_states = self._gradient_checkpointing_func(block, hidden_states, *arguments)

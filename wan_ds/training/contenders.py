@@ -178,9 +178,9 @@ class Ours:
         )
         self.steps = 0
 
-    def step(self, kind: str = "none") -> None:
+    def step(self, kind: str = "none", keep_ffn: bool = False) -> None:
         """One optimizer step with this recomputation."""
-        recompute(self.engine.module, kind)
+        recompute(self.engine.module, kind, keep_ffn=keep_ffn)
         loss = self.objective(self.engine.train, self.batch, WHOLE_RANGE, self.steps)
         self.engine.backward(loss.weighted_sum / loss.count)
         self.engine.step(LEARNING_RATE)

@@ -162,7 +162,12 @@ def build_expert(  # noqa: PLR0913
     )
     model.sequence = tokens_of(config, mesh).sequence
     parallelism = config.parallelism
-    recompute(model, parallelism.recompute.name, keep_exchange=parallelism.recompute_keeps_exchange)
+    recompute(
+        model,
+        parallelism.recompute.name,
+        keep_exchange=parallelism.recompute_keeps_exchange,
+        keep_ffn=parallelism.recompute_keeps_ffn,
+    )
     if config.train.compile.name == "blocks":
         compile_blocks(model)
     if settings is not None:
