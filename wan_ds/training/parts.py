@@ -20,6 +20,7 @@ from wan_ds.errors import CheckpointError, ConfigError, DataError
 from wan_ds.interop import hub
 from wan_ds.models.adapter import inject
 from wan_ds.models.attention import refuse_missing_backend
+from wan_ds.models.compilation import refuse_missing_compiler
 from wan_ds.models.conditioning import Conditioning
 from wan_ds.models.encoders import (
     ImageEncoder,
@@ -131,11 +132,14 @@ def locate_weights(config: Config, *, is_new: bool) -> None:
     """Raise CheckpointError for the first component that is missing or does not fit; reads headers alone.
 
     ``is_new``: no checkpoint to go on from, so that `adapter.init_from` is looked at as well. Raises
-    ConfigError where an adapter does not fit the model, or this machine has no kernel of `model.attention`.
+    ConfigError where an adapter does not fit the model, or this machine lacks a kernel of `model.attention` or
+    the compiler of `train.compile`.
     """
     model = config.model
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     refuse_missing_backend(model.attention.name, here)
+    if config.train.compile.name == "blocks":
+        refuse_missing_compiler(here)
     for name in networks.loaded_experts(config):
         log.info("%s: starts from %s", name, networks.source_of(config, name).where)
     for component in ("vae", "text_encoder", "tokenizer", "image_encoder", "image_processor"):
