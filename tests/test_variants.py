@@ -16,13 +16,15 @@ from wan_ds.config.composition import configure
 STEPS = 20
 SPLIT = ["parallelism.sp_size=2"]
 KEEPING = ["parallelism.recompute_keeps_exchange=true", "parallelism.recompute_keeps_ffn=true"]
+# How each task's clips lie over the ranks. Text to video with two experts is the quickstart itself; what is
+# left out differs from these in numbers alone.
 TASKS = {
     "wan2.1-t2v-1.3b": [],
     "wan2.1-i2v-14b-480p": [*SPLIT, "parallelism.recompute=full"],
     "wan2.1-flf2v-14b": [*SPLIT, "parallelism.recompute=selective"],
     "wan2.2-i2v-a14b": [*SPLIT, "parallelism.ulysses=deepspeed"],
     "wan2.2-ti2v-5b": [*SPLIT, "parallelism.recompute=selective", *KEEPING],
-}  # and how their clips lie over the ranks; text to video with two experts is the quickstart itself; the others differ from these in numbers alone
+}
 
 
 def train(*typed: str) -> int:

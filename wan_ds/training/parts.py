@@ -132,8 +132,8 @@ def locate_weights(config: Config, *, is_new: bool) -> None:
     """Raise CheckpointError for the first component that is missing or does not fit; reads headers alone.
 
     ``is_new``: no checkpoint to go on from, so that `adapter.init_from` is looked at as well. Raises
-    ConfigError where an adapter does not fit the model, or this machine lacks a kernel of `model.attention` or
-    the compiler of `train.compile`.
+    ConfigError where an adapter does not fit the model, or this machine lacks the kernel of `model.attention`
+    or the compiler of `train.compile`.
     """
     model = config.model
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
