@@ -40,6 +40,10 @@ def world4() -> Iterator[World]:
 
 # Files that take long come first, so that two workers end together.
 SLOW_FIRST = [
+    "test_quickstart.py",
+    "test_parity.py",
+    "test_compilation.py",
+    "test_watchdog.py",
     "test_variants.py",
     "test_train.py",
     "test_resume.py",

@@ -44,25 +44,20 @@ def allowed(name: str) -> float:
 # where tokens lie
 
 
-def _ranges(sp_size: int, tokens: int) -> tuple:
-    mesh, sequence = Mesh(sp_size), split_sequence(sp_size)
-    stream = torch.arange(1, tokens + 1).float()[:, None]
-    own = sequence.split(stream)
-    whole = sequence.gather(own, tokens)
-    return mesh.dp_rank, sequence.bounds(tokens), own[:, 0].tolist(), whole[:, 0].tolist()
+def _ranges(tokens: int) -> tuple:
+    sequence = split_sequence(2)
+    own = sequence.split(torch.arange(1, tokens + 1).float()[:, None])
+    return sequence.bounds(tokens), own[:, 0].tolist(), sequence.gather(own, tokens)[:, 0].tolist()
 
 
-@pytest.mark.parametrize(("sp_size", "tokens"), [(4, 32), (4, 27), (4, 5), (2, 15), (2, 1)])
-def test_ranks_hold_equal_ranges_in_order_and_the_padding_is_at_the_end(world4, sp_size, tokens):
-    found = world4.run(_ranges, sp_size, tokens)
-    share = -(-tokens // sp_size)
-    assert [dp_rank for dp_rank, *_ in found] == [rank // sp_size for rank in range(4)]
-    for first in range(0, 4, sp_size):
-        group = found[first : first + sp_size]
-        held = [value for _, _, own, _ in group for value in own]
-        assert held == [*range(1, tokens + 1), *[0] * (sp_size * share - tokens)]
-        assert [bounds for _, bounds, _, _ in group] == [(r * share, (r + 1) * share) for r in range(sp_size)]
-        assert all(whole == [*range(1, tokens + 1)] for *_, whole in group)
+@pytest.mark.parametrize("tokens", [32, 15, 1])
+def test_ranks_hold_equal_ranges_in_order_and_the_padding_is_at_the_end(world2, tokens):
+    found = world2.run(_ranges, tokens)
+    share = -(-tokens // 2)
+    assert [bounds for bounds, _, _ in found] == [(0, share), (share, 2 * share)]
+    held = [value for _, own, _ in found for value in own]
+    assert held == [*range(1, tokens + 1), *[0] * (2 * share - tokens)]
+    assert all(whole == [*range(1, tokens + 1)] for *_, whole in found)
 
 
 def _refusals() -> dict[str, str]:
@@ -93,19 +88,19 @@ def test_what_cannot_be_split_is_refused(world2):
 # what comes out
 
 
-def _without_gradients(sp_size: int, model, batch: Batch, door):
-    model.sequence = split_sequence(sp_size)
+def _without_gradients(model, batch: Batch, door):
+    model.sequence = split_sequence(2)
     with torch.no_grad():
         return door(model, batch)
 
 
-@pytest.mark.parametrize(("sp_size", "door"), [(4, through_clips), (2, through_tensor)])
-def test_every_rank_gets_the_whole_video(world4, sp_size, door):
+@pytest.mark.parametrize("door", [through_clips, through_tensor])
+def test_every_rank_gets_the_whole_video(world2, door):
     model = stock("i2v")
     batch = batch_of("i2v", SIZES if door is through_clips else [(1, 6, 10)] * 2)
     with torch.no_grad():
         expected = stock_alone(model, batch)
-    for outputs in world4.run(_without_gradients, sp_size, twin(model), batch, door):
+    for outputs in world2.run(_without_gradients, twin(model), batch, door):
         assert max(map(distance, outputs, expected)) <= TOLERANCE
 
 
