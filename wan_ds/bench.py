@@ -273,15 +273,29 @@ def main(options: BenchOptions) -> int:
 
 def measure(size: Size, only: Sequence[str], repeats: int, folder: Path) -> Path:
     """Run the cases, write and print what `main` says; the file."""
-    folder.mkdir(parents=True, exist_ok=True)  # before anything takes long
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before anything takes long
+    except OSError as error:
+        raise ConfigError(f"folder={folder}: {error}; name another") from error
+    path = folder / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
+    rows: list[Row] = []
     init_distributed()
     try:
         bench = Bench(size, repeats)
-        rows = [row for name, case in CASES.items() if name in only for row in case(bench)]
+        for name in [name for name in CASES if name in only]:
+            sys.stderr.write(f"{time.strftime('%H:%M:%S')} {name}\n")  # which may take many minutes
+            rows += CASES[name](bench)
+            path.write_text(json.dumps(_found(size, repeats, rows), indent=2) + "\n")  # kept if it ends here
         bench.release()
     finally:
         dist.destroy_process_group()
-    found = {
+    sys.stdout.write(f"{table(rows)}\n{path}\n")
+    return path
+
+
+def _found(size: Size, repeats: int, rows: Sequence[Row]) -> dict[str, Any]:
+    """What the file says."""
+    return {
         "model": size.config,
         "tokens": size.tokens,
         "grid": size.grid,
@@ -292,10 +306,6 @@ def measure(size: Size, only: Sequence[str], repeats: int, folder: Path) -> Path
         "environment": environment(),
         "rows": [row.record() for row in rows],
     }
-    path = folder / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
-    path.write_text(json.dumps(found, indent=2) + "\n")
-    sys.stdout.write(f"{table(rows)}\n{path}\n")
-    return path
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -47,13 +47,13 @@ def main(config: Config) -> int:
     run.agree(folder, clips, commit)
     mesh = Mesh(config.parallelism.sp_size)
     with run.held(config, mesh):
+        logs.to_file(mesh.rank, Path(config.run_dir) / "log.txt")
         run.say_what_was_found(config, folder)
         trackers = run.open_folder(config, mesh, commit)
-        logs.to_file(mesh.rank, Path(config.run_dir) / "log.txt")
         code = 1
         try:
             loop = run.build_loop(local, mesh, clips, routing, schedules, trackers, folder, config.model.path)
-            with watchdog.watching(loop):
+            with run.told(), watchdog.watching(loop):
                 loop.run()
             code = 128 + loop.stopped_by if loop.stopped_by and not loop.is_finished else 0
         finally:

@@ -88,6 +88,22 @@ def test_without_reduce_scatter_a_bucket_must_hold_the_largest_tensor(config):
     check(config, 4)
 
 
+def test_quantised_gradients_are_for_whole_clips(config):
+    config.parallelism.zero_optimization["zero_quantized_gradients"] = True
+    check(config, 2)
+    config.parallelism.sp_size = 2
+    assert refusal(config, 2).endswith("leave it out, or type parallelism.sp_size=1")
+
+
+def test_a_first_frame_that_is_given_is_no_part_of_a_patch(released):
+    config = copy.deepcopy(released["wan2.2-ti2v-5b"])
+    config.model.transformer["patch_size"] = [2, 2, 2]
+    assert refusal(config, 1) == (
+        "model.transformer.patch_size=[2, 2, 2]: TextImageToVideo gives the first latent frame alone, and a "
+        "patch has 2; type model.transformer.patch_size=[1,2,2]"
+    )
+
+
 def test_the_largest_tensor_is_the_models(released):
     for name, config in released.items():
         model: WanTransformer3DModel = on_meta(config.model.transformer)

@@ -71,6 +71,7 @@ class Row:
     exchange: str = "fused"
     recompute: str = "none"
     keeps: str = ""  # of selective recomputation: "exchange", "ffn", or both
+    precision: str = "fp32"
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
@@ -110,10 +111,15 @@ def text_of(caption: str) -> Tensor:
     return drawn((512, 32), "text", caption)
 
 
-def network_of(variant: str, lora: bool) -> nn.Module:
+def network_of(variant: str, lora: bool, precision: str = "fp32") -> nn.Module:
     """Weights that listen to everything; norms about 1, else attention is uniform."""
     built = build_transformer(
-        ARCHITECTURES[variant], None, seed=SEED, expert="all", adapter=ADAPTER if lora else None
+        ARCHITECTURES[variant],
+        None,
+        seed=SEED,
+        expert="all",
+        dtype_of=tiny.PRECISIONS[precision].dtype_of,
+        adapter=ADAPTER if lora else None,
     )
     randomised(built, SEED, 0.2)
     with torch.no_grad():
@@ -132,7 +138,7 @@ def loop_of(row: Row) -> Loop:
     mesh, timesteps = Mesh(row.sp_size), Uniform(5.0)
     attention = BACKENDS["auto"]
     sequence = WholeSequence(attention) if row.sp_size == 1 else SplitSequence(mesh, attention, row.exchange)
-    network = network_of(row.variant, row.lora)
+    network = network_of(row.variant, row.lora, row.precision)
     recompute(
         network, row.recompute, keep_exchange="exchange" in row.keeps, keep_ffn="ffn" in row.keeps
     )
@@ -145,6 +151,7 @@ def loop_of(row: Row) -> Loop:
         max_grad_norm=MAX_GRAD_NORM,
         network=network,
         sequence=sequence,
+        precision=tiny.PRECISIONS[row.precision],
         optimizer=partial(torch.optim.AdamW, **ADAM),
     )
     sizes = row.sizes

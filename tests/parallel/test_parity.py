@@ -3,12 +3,15 @@
 The full product has 1,200 rows; these cover every pair of values. `ROWS` lists them.
 """
 
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from itertools import combinations
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.parallel import parity
 from tests.parallel.parity import LR, Row, reference, run_row
 
 # Of one process: max |difference| / max |value| of each tensor, and relative.
@@ -86,3 +89,46 @@ def test_a_window_on_ranks_is_that_of_one_process(world4, row):
         torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=1e-3 * LR, msg=name)
     counts = [count for key, count in found["by_sigma"].items() if key.endswith("/count")]
     assert sum(counts) == len(row.sizes)
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage"),
+    [("bf16_params", 1), ("bf16_params", 2), ("bf16_params", 3), ("bf16_autocast", 2), ("bf16_autocast", 3)],
+)
+def test_in_bfloat16_shared_clips_have_nearly_the_numbers_of_whole_ones(world4, precision, stage):
+    """Between the two lie a rounding of 2^-9 in each product, another order of sums, and no factor."""
+    whole, split = (
+        world4.run(run_row, Row("i2v", sp_size, stage, True, False, "several", precision=precision))[0]
+        for sp_size in (1, 4)
+    )
+    assert split["loss"] == pytest.approx(whole["loss"], rel=2e-3)
+    assert split["norm"] == pytest.approx(whole["norm"], rel=5e-3)
+    for name, gradient in whole["gradients"].items():
+        difference = (split["gradients"][name].float() - gradient.float()).norm()
+        assert difference <= 0.15 * gradient.float().norm(), name
+
+
+def _masks_of_dropout(sp_size: int) -> dict[str, torch.Tensor]:
+    """What an adapter's dropout leaves of ones, by module, in the forward of a window."""
+    row = Row("i2v", sp_size, 0, True, True, "27")
+    with mock.patch.object(parity, "ADAPTER", replace(parity.ADAPTER, dropout=0.5)):
+        loop = parity.loop_of(row)
+    masks = {}
+
+    def note(module, args, out, name):
+        masks[name] = out.detach() != 0
+
+    for name, module in loop.experts["all"].engine.module.named_modules():
+        if name.endswith("lora_dropout.default"):
+            module.register_forward_hook(partial(note, name=name))
+    loop.train_step()
+    return masks
+
+
+def test_ranks_that_share_a_clip_drop_the_same_of_its_text(world4):
+    one, other, third, _ = world4.run(_masks_of_dropout, 2)
+    text = [name for name in one if ".attn2.to_k." in name or ".attn2.to_v." in name]
+    assert len(text) == 4 and all(0.4 < one[name].float().mean() < 0.6 for name in text)
+    for name in text:
+        assert torch.equal(one[name], other[name]), name
+        assert not torch.equal(one[name], third[name]), name

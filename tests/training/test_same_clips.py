@@ -1,6 +1,7 @@
 """Ranks that share a clip agree on all that it trains on, others have other clips; the odd one is named."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -141,6 +142,11 @@ def _corrupted(sp_size: int) -> dict[str, str]:
     }
     rank = dist.get_rank()
     told = {case: _told(loop, *(own if rank == 1 else cases["nothing"])) for case, own in cases.items()}
+    draws = {"given images": ("given", [True] * 9), "caption dropout": ("drops_caption", 7)}
+    for case, (draw, wrong) in draws.items():
+        own = {draw: lambda *_, wrong=wrong: wrong} if rank == 1 else {}
+        with mock.patch.multiple(loop.objective, **own):
+            told[case] = _told(loop, *cases["nothing"])
     loop.objective.seed += rank
     return told | {"seed": _told(loop, *cases["nothing"])}
 

@@ -99,6 +99,12 @@ def _check_images(config: Config) -> None:
         f"another kind of model needs another model.conditioning",
     )
     targets.refuse_values("model.conditioning", model.conditioning)
+    frames = transformer["patch_size"][0]
+    if kind.images_optional and frames != 1:
+        raise ConfigError(
+            f"model.transformer.patch_size={transformer['patch_size']}: {kind.__name__} gives the first "
+            f"latent frame alone, and a patch has {frames}; type model.transformer.patch_size=[1,2,2]"
+        )
     has_clip, encoder = transformer.get("image_dim") is not None, model.image_encoder.weights
     if has_clip and encoder is None:
         raise ConfigError(

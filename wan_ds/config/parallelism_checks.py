@@ -69,6 +69,11 @@ def _check_buckets(config: Config) -> None:
     """
     sp_size, zero = config.parallelism.sp_size, config.parallelism.zero_optimization
     block = "parallelism.zero_optimization"
+    if sp_size > 1 and zero.get("zero_quantized_gradients"):
+        raise ConfigError(
+            f"{block}.zero_quantized_gradients=true: at parallelism.sp_size={sp_size} it is not known what "
+            "it divides gradients by; leave it out, or type parallelism.sp_size=1"
+        )
     if zero["stage"] != 3 or zero.get("reduce_scatter", True) or sp_size == 1:
         return
     if not zero.get("contiguous_gradients", True):

@@ -48,7 +48,9 @@ class SequenceParallelUnit:
 
     DeepSpeed recognises a sequence-parallel unit by the attribute ``initialize_sequence_parallel`` and
     would split ZeRO-3 parameters over dp alone if it found ``get_data_parallel_group``; so the first must
-    exist, the second not."""
+    exist, the second not. Of model parallelism there is none: every rank is alone in its group. Its optimizer
+    for bfloat16 under ZeRO-1, which does not know the first attribute, would otherwise leave the gradients
+    of all ranks but the first of a clip out of the norm."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -59,6 +61,8 @@ class SequenceParallelUnit:
             if mesh.rank in ranks:
                 self._sp_group = group
         self._world_group = dist.new_group(list(range(mesh.world_size)), timeout=COLLECTIVE_TIMEOUT)
+        # Each rank makes its own, and no other waits for it.
+        self._own_group = dist.new_group([mesh.rank], use_local_synchronization=True)
 
     def initialize_sequence_parallel(self) -> None:
         raise RuntimeError("the groups exist already; DeepSpeed only looks for this attribute")
@@ -81,6 +85,11 @@ class SequenceParallelUnit:
     def get_sequence_data_parallel_rank(self) -> int:
         return self._mesh.rank
 
-    get_model_parallel_group = get_sequence_parallel_group
-    get_model_parallel_world_size = get_sequence_parallel_world_size
-    get_model_parallel_rank = get_sequence_parallel_rank
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._own_group
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0

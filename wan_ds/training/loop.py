@@ -181,8 +181,9 @@ class Loop:
         )
         # Ranks that share a clip count it once each.
         count = sum_over_ranks(count.to(micro_batches[0].prompt_embeds.device)) / self.mesh.sp_size
-        # The one thing that draws from torch's own generator is the dropout of adapters.
-        dropout = streams.generator(self.objective.seed, "dropout", self.step, self.mesh.rank)
+        # The one thing that draws from torch's own generator is the dropout of adapters. Ranks that share
+        # clips draw alike, so that all tokens of a clip see one text.
+        dropout = streams.generator(self.objective.seed, "dropout", self.step, self.mesh.dp_rank)
         torch.manual_seed(dropout.initial_seed())
         losses = []
         for batch in micro_batches:

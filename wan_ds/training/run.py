@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -58,11 +59,11 @@ def held(config: Config, mesh: Mesh) -> Iterator[None]:
     """Inside, no other job trains in the run's folder; raises ConfigError on every rank if one does."""
     path = Path(config.run_dir) / ".lock"
     with ExitStack() as stack:
-        other = ""
+        other, failure = "", ""
         if mesh.is_main:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(path.open("a+"))
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(path.open("a+"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -70,12 +71,31 @@ def held(config: Config, mesh: Mesh) -> Iterator[None]:
             except BlockingIOError:
                 file.seek(0)
                 other = file.read() or "another process"
+            except OSError as error:
+                failure = str(error)
+        if any_rank(bool(failure)):
+            raise ConfigError(
+                f"run_dir={config.run_dir}: {failure or 'rank 0 cannot write there'}; type another run_dir"
+            )
         if any_rank(bool(other)):
             raise ConfigError(
                 f"run_dir={config.run_dir}: {other or 'another job'} is training there; wait for it, "
                 "stop it, or choose another run_name"
             )
         yield
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Inside, an error that ends training stands in log.txt as well."""
+    try:
+        yield
+    except Exception as error:
+        words = str(error).partition("\n")[0]
+        lost = isinstance(error, RuntimeError) and re.search(r"[Cc]onnection|Broken pipe|Timed out", words)
+        hint = "; a rank is gone or does not answer: look at the ends of the other ranks" if lost else ""
+        log.error("training ends by %s: %s%s", type(error).__name__, words, hint)
+        raise
 
 
 def named_checkpoint(config: Config, run: Path, newest: Path | None) -> Path:
@@ -178,6 +198,13 @@ def build_loop(  # noqa: PLR0913 - what train.py lists
     for name, network in (experts | frozen).items():
         told = audit_table(audit(network.engine if isinstance(network, Expert) else network))
         log.info("%s: its dtypes\n%s", name, told)
+    log.info(
+        "%d of %d ranks share each clip, recompute=%s, attention=%s",
+        mesh.sp_size,
+        mesh.world_size,
+        config.parallelism.recompute.name,
+        config.model.attention.name,
+    )
     logger = callbacks.Log(trackers, config.tracker.log_every_steps, mesh.is_main)
     saving, train = config.checkpoint, config.train
     objective = parts.objective_of(config, routing, networks.tokens_of(config, mesh))

@@ -90,7 +90,7 @@ def report(seen: Sequence[Seen], stall_seconds: float, code: int, *, is_cut_off:
         f"(train.stall_seconds={stall_seconds:g}). {verdict}",
         *(f"  {one}" for one in seen),
         f"{advice}; if it only takes so long, raise train.stall_seconds. This process ends with exit "
-        f"code {code}, and the same command goes on from the newest checkpoint",
+        f"code {code}; the same command goes on from the newest checkpoint, if there is one",
     ]
     return "\n".join(lines)
 
