@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from functools import cache
 
 import torch.distributed as dist
 
@@ -43,6 +44,18 @@ class Mesh:
         return self.rank == 0
 
 
+@cache  # gloo keeps threads awake for every group that was ever made
+def _group(world: dist.ProcessGroup, ranks: range) -> dist.ProcessGroup:  # noqa: ARG001
+    """A group of these ranks of the world; all ranks call it for the same groups in the same order."""
+    return dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
+
+
+@cache
+def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:  # noqa: ARG001
+    """A group of this rank alone, for which no other waits."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
 class SequenceParallelUnit:
     """The ``mpu`` for DeepSpeed 0.19.8: sp groups, and gradients reduced over the whole world.
 
@@ -54,15 +67,12 @@ class SequenceParallelUnit:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._sp_group = None
-        for first in range(0, mesh.world_size, mesh.sp_size):
-            ranks = list(range(first, first + mesh.sp_size))
-            group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
-            if mesh.rank in ranks:
-                self._sp_group = group
-        self._world_group = dist.new_group(list(range(mesh.world_size)), timeout=COLLECTIVE_TIMEOUT)
-        # Each rank makes its own, and no other waits for it.
-        self._own_group = dist.new_group([mesh.rank], use_local_synchronization=True)
+        world = dist.group.WORLD
+        firsts = range(0, mesh.world_size, mesh.sp_size)
+        sp_groups = [_group(world, range(first, first + mesh.sp_size)) for first in firsts]
+        self._sp_group = sp_groups[mesh.dp_rank]
+        self._world_group = _group(world, range(mesh.world_size))
+        self._own_group = _own_group(world)
 
     def initialize_sequence_parallel(self) -> None:
         raise RuntimeError("the groups exist already; DeepSpeed only looks for this attribute")
