@@ -30,7 +30,9 @@ def _failing_at(call: int):
 def _states(stage, kind: str, failing_calls: list[int], lora: bool, sp_size: int) -> dict:
     """Two steps, the second begun anew after each failure; everything that they left."""
     stage, _, precision = str(stage).partition(" ")
-    options = {"precision": tiny.PRECISIONS[precision]} if precision else {}
+    options = {}
+    if precision:
+        options = {"precision": tiny.PRECISIONS[precision], "network": tiny.model("low_noise").bfloat16()}
     made = (adapted_loop if lora else tiny.loop)(
         stage=int(stage) if stage.isdigit() else stage,
         experts=["low_noise"],

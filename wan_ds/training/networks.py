@@ -127,7 +127,7 @@ def tokens_of(config: Config, mesh: Mesh | None = None) -> Tokens:
         sequence: TokenSequence = WholeSequence(attention)
     else:
         sequence = SplitSequence(mesh, attention, config.parallelism.ulysses.name)
-    return Tokens(tuple(config.model.transformer["patch_size"]), sequence)
+    return Tokens(tuple(config.model.transformer.get("patch_size", (1, 2, 2))), sequence)
 
 
 def build_expert(  # noqa: PLR0913
