@@ -53,7 +53,7 @@ def main(config: Config) -> int:
         code = 1
         try:
             loop = run.build_loop(local, mesh, clips, routing, schedules, trackers, folder, config.model.path)
-            with run.told(), watchdog.watching(loop):
+            with run.told(config, mesh.rank), watchdog.watching(loop):
                 loop.run()
             code = 128 + loop.stopped_by if loop.stopped_by and not loop.is_finished else 0
         finally:

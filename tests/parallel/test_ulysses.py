@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.models.test_recompute import Counting
 from tests.models.test_transformer import (
     TOLERANCE,
     Batch,
@@ -119,16 +119,6 @@ def gradients(model, batch: Batch, weights: torch.Tensor) -> dict[str, torch.Ten
     )
     (columns * model.sequence.split(weights)).sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func.name()] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _over_ranks(model, batch: Batch, exchange: str, kind: str, keep_exchange: bool) -> tuple[dict, Counter]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from wan_ds.errors import ConfigError
-from wan_ds.models.tokens import Part
 from wan_ds.models.transformer import WanTransformer
 
 # How many graphs one piece of a block may have; other streams then compute uncompiled, and torch warns once.
@@ -54,20 +53,10 @@ class _Compiled:
         self._forward = forward
         self._graphs = torch.compile(forward, backend=backend)
 
-    def __call__(  # noqa: PLR0913
-        self,
-        hidden_states: Tensor,
-        text: Tensor,
-        image: Tensor | None,
-        modulation: Tensor,
-        rope: Tensor,
-        part: Part,
-        attend: Callable[..., Tensor],
-        attention: Callable[..., Tensor],
-        feed: Callable[..., Tensor],
-    ) -> Tensor:
+    def __call__(self, hidden_states: Tensor, *arguments: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return self._forward(hidden_states, text, image, modulation, rope, part, attend, attention, feed)
+            return self._forward(hidden_states, *arguments)
+        text, image, modulation, rope, part, attend, attention, feed = arguments
         if hidden_states._is_view():  # the first block's input alone
             hidden_states = hidden_states.clone()
         turns = torch.view_as_real(rope)

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from wan_ds.parallel.mesh import Mesh
 
-# query, key, value [T, A, D], and of each clip how many of the queries and how many of the keys are its own
-AttendClips = Callable[[Tensor, Tensor, Tensor, Sequence[int], Sequence[int]], Tensor]
-
 
 class SplitSequence:
     """The stream over the ranks that share a clip; see `wan_ds.models.attention.TokenSequence`.
@@ -27,7 +24,8 @@ class SplitSequence:
 
     Args:
         mesh: where this rank is.
-        attention: what computes attention over whole clips on one rank.
+        attention: what computes attention over whole clips on one rank, one of
+            `wan_ds.models.attention.BACKENDS`.
         exchange: ``fused`` is DeepSpeed's functional operator, query, key and value in one call; it can be
             kept by selective recomputation. ``deepspeed`` is DeepSpeed's `DistributedAttention`, four calls.
 
@@ -35,7 +33,7 @@ class SplitSequence:
         ValueError: another exchange; heads that sp does not divide, at the first use.
     """
 
-    def __init__(self, mesh: Mesh, attention: AttendClips, exchange: str = "fused") -> None:
+    def __init__(self, mesh: Mesh, attention: Callable[..., Tensor], exchange: str = "fused") -> None:
         exchanges = {"fused": self._attend_fused, "deepspeed": self._attend_deepspeed}
         if exchange not in exchanges:
             raise ValueError(f"exchange={exchange}: choose {' or '.join(exchanges)}")

@@ -28,5 +28,13 @@ def file_handler(rank: int, path: Path) -> logging.Handler:
     return handler
 
 
+def note(rank: int, path: Path, text: str) -> None:
+    """Write an error of this rank to the file alone, whether or not it logs there."""
+    handler = file_handler(rank, path)
+    record = {"msg": text, "levelno": logging.ERROR, "levelname": "ERROR"}
+    handler.handle(logging.makeLogRecord(record))
+    handler.close()
+
+
 def _formatter(rank: int) -> logging.Formatter:
     return logging.Formatter(f"%(asctime)s rank {rank} %(levelname).1s %(message)s", "%H:%M:%S")

@@ -15,6 +15,7 @@ from wan_ds.models.adapter import AdapterSettings
 from wan_ds.models.attention import BACKENDS, TokenSequence, WholeSequence
 from wan_ds.models.compilation import compile_blocks
 from wan_ds.models.recompute import recompute
+from wan_ds.models.transformer import WanTransformer
 from wan_ds.models.weights import (
     Drawn,
     Source,
@@ -160,18 +161,7 @@ def build_expert(  # noqa: PLR0913
         frozen_storage=precision.frozen_storage,
         partition=partition_of(zero_optimization),
     )
-    model.sequence = tokens_of(config, mesh).sequence
-    parallelism = config.parallelism
-    recompute(
-        model,
-        parallelism.recompute.name,
-        keep_exchange=parallelism.recompute_keeps_exchange,
-        keep_ffn=parallelism.recompute_keeps_ffn,
-    )
-    if config.train.compile.name == "blocks":
-        compile_blocks(model)
-    if settings is not None:
-        model.patch_embedding.register_forward_hook(_with_gradient)
+    arrange(config, model, mesh)
     parameters = count_parameters(model)
     engine = Engine(
         model.train(),
@@ -202,6 +192,22 @@ def build_expert(  # noqa: PLR0913
         base_source=source.where,
         ema=None if config.ema.decay is None else Ema(engine, config.ema.decay),
     )
+
+
+def arrange(config: Config, model: WanTransformer, mesh: Mesh) -> None:
+    """How the model computes in training: over which ranks, what again in backward, what compiled."""
+    parallelism = config.parallelism
+    model.sequence = tokens_of(config, mesh).sequence
+    recompute(
+        model,
+        parallelism.recompute.name,
+        keep_exchange=parallelism.recompute_keeps_exchange,
+        keep_ffn=parallelism.recompute_keeps_ffn,
+    )
+    if config.train.compile.name == "blocks":
+        compile_blocks(model)
+    if config.adapter.rank is not None:
+        model.patch_embedding.register_forward_hook(_with_gradient)
 
 
 def _with_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:  # noqa: ARG001

@@ -17,7 +17,7 @@ from wan_ds.data.clips import Clip
 from wan_ds.errors import CheckpointError, ConfigError
 from wan_ds.parallel.mesh import COLLECTIVE_TIMEOUT, Mesh
 from wan_ds.parallel.reduce import any_rank, host_group
-from wan_ds.training import callbacks, checkpoint, networks, parts, progress, run_folder
+from wan_ds.training import callbacks, checkpoint, logs, networks, parts, progress, run_folder
 from wan_ds.training.engine import device
 from wan_ds.training.experts import Routing
 from wan_ds.training.loop import Expert, Loop
@@ -86,15 +86,16 @@ def held(config: Config, mesh: Mesh) -> Iterator[None]:
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Inside, an error that ends training stands in log.txt as well."""
+def told(config: Config, rank: int) -> Iterator[None]:
+    """Inside, an error that ends training on this rank stands in log.txt as well."""
     try:
         yield
     except Exception as error:
         words = str(error).partition("\n")[0]
         lost = isinstance(error, RuntimeError) and re.search(r"[Cc]onnection|Broken pipe|Timed out", words)
-        hint = "; a rank is gone or does not answer: look at the ends of the other ranks" if lost else ""
-        log.error("training ends by %s: %s%s", type(error).__name__, words, hint)
+        hint = "; another rank is gone or does not answer: see how it ended" if lost else ""
+        text = f"training ends by {type(error).__name__}: {words}{hint}"
+        logs.note(rank, Path(config.run_dir) / "log.txt", text)
         raise
 
 

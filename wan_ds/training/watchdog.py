@@ -177,8 +177,7 @@ class Watchdog:
     def _tell(self, text: str) -> None:
         log.error(text)
         if self._rank != 0:  # which alone writes log.txt, and is silent
-            record = {"msg": text, "levelno": logging.ERROR, "levelname": "ERROR"}
-            logs.file_handler(self._rank, self._run / "log.txt").handle(logging.makeLogRecord(record))
+            logs.note(self._rank, self._run / "log.txt", text)
 
 
 class RunningClock:
